@@ -1,0 +1,272 @@
+"""The only file that knows transformers versions and private names.
+
+Each shim says when it can go. Supported: transformers 5.17 to 5.24.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
+from transformers.generation import logits_process as _lp
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StopStringCriteria,
+)
+from transformers.masking_utils import AttentionMaskInterface
+
+from hf_treespec.errors import TreeSpecWarning
+
+__all__ = [
+    "MASK_IMPLEMENTATIONS",
+    "Cache",
+    "DynamicCache",
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "EosTokenCriteria",
+    "GenerationMixin",
+    "GenerationMode",
+    "MaxLengthCriteria",
+    "MaxTimeCriteria",
+    "StopStringCriteria",
+    "accepts_position_ids",
+    "attention_implementation",
+    "cache_from_outputs",
+    "cache_kwarg",
+    "cache_length",
+    "decode_context",
+    "decoder_output",
+    "embedding_rows",
+    "eos_token_ids",
+    "is_offloaded",
+    "length_free_processors",
+    "make_cache",
+    "mask_function_of",
+    "mask_length",
+    "model_forward",
+    "overrides_sampling",
+    "pad_token_id",
+    "pure_processors",
+    "register_mask_function",
+    "supports_dynamic_cache",
+    "switch_attention",
+    "vocabulary_size",
+    "warn_once",
+]
+
+MASK_IMPLEMENTATIONS = ("sdpa", "eager")
+
+
+# --- attention and masks -------------------------------------------------------------------------------------------
+
+
+def mask_function_of(name: str) -> Callable[..., Any]:
+    """The mask builder registered under an attention name."""
+    return AttentionMaskInterface()[name]  # type: ignore[no-any-return]
+
+
+def register_mask_function(name: str, function: Callable[..., Any]) -> None:
+    """Replace the mask builder of an attention name for the whole process."""
+    AttentionMaskInterface.register(name, function)
+
+
+def attention_implementation(model: PreTrainedModel) -> str:
+    """Name of the attention that the text part of the model runs."""
+    return str(model.config.get_text_config()._attn_implementation)
+
+
+@contextmanager
+def switch_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Run the model with another attention; the old one comes back on every exit."""
+    before = attention_implementation(model)
+    if before == name:
+        yield
+        return
+    try:
+        model.set_attn_implementation(name)
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+# --- caches --------------------------------------------------------------------------------------------------------
+
+
+def cache_kwarg(model: nn.Module) -> str:
+    """Name of the cache argument of `forward`: "cache" since 5.24, "past_key_values" before."""
+    parameters = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in parameters else "past_key_values"
+
+
+def cache_from_outputs(outputs: Any) -> Cache | None:
+    """The cache that a forward returned, under its old or new name."""
+    return outputs["cache"] if "cache" in outputs else outputs.get("past_key_values")  # type: ignore[no-any-return]
+
+
+def cache_length(cache: Cache) -> int:
+    """Physical length as an int (static layers return a tensor)."""
+    return int(cache.get_seq_length())
+
+
+def make_cache(config: PreTrainedConfig) -> DynamicCache:
+    """The dynamic cache that `generate` would make for this config, sliding layers included."""
+    return DynamicCache(config=config.get_text_config(decoder=True))
+
+
+def supports_dynamic_cache(model: PreTrainedModel) -> bool:
+    """Whether `generate` gives this model a `DynamicCache`."""
+    return bool(type(model)._supports_default_dynamic_cache())
+
+
+def is_offloaded(cache: Cache) -> bool:
+    """Whether the layers of the cache move between devices during a forward."""
+    return bool(getattr(cache, "offloading", False))
+
+
+# --- generation ----------------------------------------------------------------------------------------------------
+
+
+def decode_context(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """What `generate` wraps around its decoding forwards (it switches the experts of MoE models)."""
+    return model._optimize_model_for_decode()  # type: ignore[no-any-return]
+
+
+def decoder_output(*, cache: Cache | None, **fields: Any) -> Any:
+    """The output class of plain decoding; its cache field is "cache" since 5.24, "past_key_values" before."""
+    names = inspect.signature(GenerateDecoderOnlyOutput).parameters
+    return GenerateDecoderOnlyOutput(**fields, **{"cache" if "cache" in names else "past_key_values": cache})
+
+
+def pad_token_id(generation_config: GenerationConfig) -> int | None:
+    """The pad id that `generate` prepared for this call."""
+    tensor = generation_config._pad_token_tensor
+    return None if tensor is None else int(tensor)
+
+
+def overrides_sampling(model: PreTrainedModel) -> bool:
+    """Whether the class of the model has a sampling loop of its own."""
+    base = getattr(type(model), "_treespec_base", type(model))
+    return not base._sample.__qualname__.startswith("GenerationMixin.")
+
+
+def accepts_position_ids(model: PreTrainedModel) -> bool:
+    """Whether `generate` prepares position ids for the model."""
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def warn_once(message: str) -> None:
+    """A `TreeSpecWarning`, once per process and message."""
+    if message not in _WARNED:
+        _WARNED.add(message)
+        warnings.warn(message, TreeSpecWarning, stacklevel=3)
+
+
+_WARNED: set[str] = set()
+
+
+def eos_token_ids(criterion: EosTokenCriteria) -> frozenset[int]:
+    """Ids that end a row."""
+    return frozenset(int(token) for token in torch.as_tensor(criterion.eos_token_id).flatten().tolist())
+
+
+def mask_length(generation_config: GenerationConfig, attention_mask: Tensor | None) -> int | None:
+    """Width of the 2D mask of the call. Since 5.18 an all-ones mask is dropped and only its width recorded."""
+    if attention_mask is not None:
+        return int(attention_mask.shape[1])
+    return getattr(generation_config, "_mask_length", None)
+
+
+def model_forward(
+    model: PreTrainedModel,
+    *,
+    input_ids: Tensor,
+    cache: Cache | None,
+    position_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    logits_to_keep: int = 0,
+) -> Tensor:
+    """One forward of a causal LM; returns its logits.
+
+    Args:
+        model: the model.
+        input_ids: int64 [B, Q].
+        cache: extended in place; None runs without a cache.
+        position_ids: int64 [B, Q].
+        attention_mask: int64 [B, L + Q], or None if nothing is padded.
+        logits_to_keep: only the last so many positions, 0 for all. Ignored by models that cannot.
+
+    Returns:
+        Logits [B, Q, V] or [B, logits_to_keep, V].
+    """
+    extra: dict[str, Any] = {}
+    if cache is not None:
+        extra[cache_kwarg(model)] = cache
+    if logits_to_keep and model._supports_logits_to_keep():
+        extra["logits_to_keep"] = logits_to_keep
+    if position_ids is not None:
+        extra["position_ids"] = position_ids
+    outputs = model(
+        input_ids=input_ids, attention_mask=attention_mask, use_cache=cache is not None, return_dict=True, **extra
+    )
+    logits: Tensor = outputs.logits
+    return logits[:, -logits_to_keep:] if logits_to_keep else logits
+
+
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """Width of the logits by the config."""
+    return int(model.config.get_text_config().vocab_size)
+
+
+def embedding_rows(model: PreTrainedModel) -> int:
+    """Token ids that the model can read."""
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
+def _classes(*names: str) -> frozenset[type]:
+    # A class that one of the supported versions lacks simply never occurs in it.
+    return frozenset(getattr(_lp, name) for name in names if hasattr(_lp, name))
+
+
+def length_free_processors() -> frozenset[type]:
+    """Processors whose row of scores depends on that row of logits alone."""
+    return _classes(
+        "TemperatureLogitsWarper",
+        "TopHLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "MinPLogitsWarper",
+        "TypicalLogitsWarper",
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+        "LogitNormalization",
+        "InfNanRemoveLogitsProcessor",
+        "SuppressTokensLogitsProcessor",
+    )
+
+
+def pure_processors() -> frozenset[type]:
+    """Processors that are functions of their arguments, so that calling them in another order changes nothing."""
+    return length_free_processors() | _classes(
+        "MinLengthLogitsProcessor",
+        "MinNewTokensLengthLogitsProcessor",
+        "RepetitionPenaltyLogitsProcessor",
+        "EncoderRepetitionPenaltyLogitsProcessor",
+        "NoRepeatNGramLogitsProcessor",
+        "EncoderNoRepeatNGramLogitsProcessor",
+        "SequenceBiasLogitsProcessor",
+        "NoBadWordsLogitsProcessor",
+        "ForcedBOSTokenLogitsProcessor",
+        "ForcedEOSTokenLogitsProcessor",
+        "ExponentialDecayLengthPenalty",
+        "SuppressTokensAtBeginLogitsProcessor",
+    )

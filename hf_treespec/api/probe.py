@@ -1,0 +1,91 @@
+"""A small tree on the user's own model, compared with its paths: the proof that the mask route holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_treespec import _compat
+from hf_treespec.attention import attention_for_trees, tree_masks
+from hf_treespec.cache import RowCache
+from hf_treespec.engine import TargetForward
+from hf_treespec.tree import TokenTree
+
+__all__ = ["probe"]
+
+_PROMPT = (11, 5, 17, 3, 29, 7)
+# Root 2 with children 13 and 19; 19 has children 23 and 31. Node 4's path skips its neighbours in the cache.
+_TREE = TokenTree((2, 13, 19, 23, 31), (-1, 0, 0, 2, 2))
+_RIGHT_PATH = (2, 19, 31)
+_WRONG_PATH = (2, 13, 31)
+# Error allowed, as a share of what one wrong ancestor changes.
+_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-2}
+_LOW_PRECISION_TOLERANCE = 0.2
+
+
+@contextmanager
+def _evaluation(model: torch.nn.Module) -> Iterator[None]:
+    """Dropout off for the probe, module by module as it was afterwards."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@torch.no_grad()
+def probe(model: PreTrainedModel) -> str | None:
+    """Compare a tree forward with a plain forward over one of its paths.
+
+    Returns:
+        None if they agree, else the reason why the model cannot take a tree.
+    """
+    attention = _compat.attention_implementation(model)
+    wanted = "auto" if attention in _compat.MASK_IMPLEMENTATIONS else "sdpa"
+    try:
+        with _evaluation(model), attention_for_trees(model, wanted), tree_masks():
+            tree = _tree_logits(model)
+            right, wrong = (_path_logits(model, path) for path in (_RIGHT_PATH, _WRONG_PATH))
+    except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, KeyError, IndexError) as error:
+        return f"the probe forward raised {type(error).__name__}: {error}"
+    scale = float((right - wrong).abs().max())
+    off = float((tree - right).abs().max())
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    allowed = _TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE) * scale
+    if not off <= allowed:
+        return (
+            f"in a probe its logits at a tree node are off by {off:.3g} from the node's own path, where {allowed:.3g} "
+            f"is allowed ({scale:.3g} is what a wrong ancestor changes): it does not build its masks or positions "
+            "from the mask registry and position_ids"
+        )
+    return None
+
+
+def _ids(model: PreTrainedModel, tokens: tuple[int, ...]) -> Tensor:
+    return torch.tensor([tokens], device=model.device) % _compat.embedding_rows(model)
+
+
+def _tree_logits(model: PreTrainedModel) -> Tensor:
+    prompt = _ids(model, _PROMPT)
+    positions = torch.arange(len(_PROMPT), device=model.device)[None]
+    cache = _compat.make_cache(model.config)
+    _compat.model_forward(model, input_ids=prompt, cache=cache, position_ids=positions)
+    rows = RowCache(cache, [len(_PROMPT)])
+    forward = TargetForward(model, rows, positions[:, -1:], None, {"use_cache": True})
+    tokens = tuple(token % _compat.embedding_rows(model) for token in _TREE.tokens)
+    with rows.transaction():
+        logits = forward([TokenTree(tokens, _TREE.parents)], [1])
+    return logits[0, -1].double()
+
+
+def _path_logits(model: PreTrainedModel, path: tuple[int, ...]) -> Tensor:
+    ids = _ids(model, _PROMPT + path)
+    positions = torch.arange(ids.shape[1], device=model.device)[None]
+    return _compat.model_forward(model, input_ids=ids, cache=None, position_ids=positions)[0, -1].double()

@@ -1,0 +1,127 @@
+"""Whether a model can take a tree, and why not: read off the model, then proven by one small probe."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_treespec import _compat
+from hf_treespec.api.probe import probe
+from hf_treespec.cache import layer_kind
+from hf_treespec.errors import UnsupportedModelError
+
+__all__ = ["Support", "is_supported", "require_support", "unwrap"]
+
+_REMEMBERED = 64
+_LOCK = threading.Lock()
+_ANSWERS: OrderedDict[tuple[Any, ...], Support] = OrderedDict()
+
+
+class Support(NamedTuple):
+    """Answer of `is_supported`.
+
+    Attributes:
+        ok: whether trees work.
+        route: how they enter the model: "mask", or "refuse".
+        reason: what the answer rests on.
+    """
+
+    ok: bool
+    route: str
+    reason: str
+
+
+def _refuse(reason: str) -> Support:
+    return Support(False, "refuse", reason)
+
+
+def unwrap(model: Any) -> Any:
+    """The transformers model inside PEFT, torch.compile and DDP wrappers."""
+    seen = 0
+    while not isinstance(model, PreTrainedModel) and seen < 8:
+        seen += 1
+        if hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod
+        elif isinstance(getattr(model, "module", None), nn.Module):
+            model = model.module
+        else:
+            break
+    # A compiled PreTrainedModel passes isinstance; its hooks belong on the original.
+    inner = model.__dict__.get("_modules", {}).get("_orig_mod") if isinstance(model, nn.Module) else None
+    return inner if inner is not None else model
+
+
+def is_supported(model: Any) -> Support:
+    """Whether `model` can take a tree in one forward.
+
+    The static part reads class, config and cache layers. Then a probe compares one small tree with its paths, in
+    four tiny forwards; the answer is kept per class, config, dtype, device type and attention.
+
+    Args:
+        model: a causal LM or a wrapper of one. It is not changed.
+    """
+    inner = unwrap(model)
+    if not isinstance(inner, PreTrainedModel):
+        return _refuse(f"{type(inner).__name__} is no transformers PreTrainedModel")
+    static = _static_reason(inner)
+    if static is not None:
+        return _refuse(static)
+    if any(p.device.type == "meta" for p in inner.parameters()):
+        return Support(True, "mask", "by class, config and cache layers; not probed, parameters are on the meta device")
+    with _LOCK:
+        key = _key(inner)
+        if key not in _ANSWERS:
+            error = probe(inner)
+            _ANSWERS[key] = _refuse(error) if error else Support(True, "mask", "a probe tree equals its paths")
+            while len(_ANSWERS) > _REMEMBERED:
+                _ANSWERS.popitem(last=False)
+        return _ANSWERS[key]
+
+
+def require_support(model: Any, name: str) -> None:
+    """Raise `UnsupportedModelError` with the reason if the model cannot take a tree.
+
+    Args:
+        model: the model.
+        name: what the message calls it.
+    """
+    support = is_supported(model)
+    if not support.ok:
+        raise UnsupportedModelError(
+            f"{name} ({type(unwrap(model)).__name__}) cannot take a tree: {support.reason}. Generate without tree_config"
+        )
+
+
+def _key(model: PreTrainedModel) -> tuple[Any, ...]:
+    base = getattr(type(model), "_treespec_base", type(model))
+    dtype = next((p.dtype for p in model.parameters()), torch.float32)
+    config = model.config.to_json_string(use_diff=False)
+    return base, config, dtype, model.device.type, _compat.attention_implementation(model)
+
+
+def _static_reason(model: PreTrainedModel) -> str | None:
+    """Why the model is out without running it, or None."""
+    if not model.can_generate():
+        return "the model cannot generate"
+    if model.config.is_encoder_decoder:
+        return "encoder-decoder models are not supported"
+    if model._is_stateful:
+        return "its state is recurrent and cannot drop rejected nodes"
+    if _compat.overrides_sampling(model):
+        return "its class brings a decoding loop of its own"
+    if not _compat.supports_dynamic_cache(model):
+        return "it does not use a DynamicCache"
+    if not _compat.accepts_position_ids(model):
+        return "its forward takes no position_ids, and siblings need equal positions"
+    layers = getattr(_compat.make_cache(model.config), "layers", [])
+    odd = sorted({type(layer).__name__ for layer in layers if layer_kind(layer) is None})
+    if odd:
+        return f"its cache has layers of class {', '.join(odd)}, which cannot drop rejected nodes"
+    return None

@@ -1,0 +1,137 @@
+"""Tree masks through transformers' mask registry.
+
+A model asks the registry for the mask of each of its layer kinds (full, sliding, chunked, ...) and passes a predicate
+over (row, head, query position, key position). While a tree is active the wrapper evaluates that predicate at *tree*
+positions and intersects it with "the key is an ancestor". So one path serves every kind of layer.
+
+Shapes: B rows, Q queries of this forward, M tree slots in the cache (this forward's included), K keys of the layer.
+A *physical index* counts cache slots from 0; slots from `base` on are tree slots.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_treespec import _compat
+from hf_treespec.errors import TreeSpecError
+
+__all__ = ["TreeContext", "tree_forward_context", "tree_masks"]
+
+
+@dataclass(frozen=True, slots=True)
+class TreeContext:
+    """The tree of one forward.
+
+    Args:
+        base: physical length of the committed part of the cache.
+        depths_BQ: int64, how many positions each query lies behind the last committed slot.
+        slot_depths_BM: int64, the same for every tree slot.
+        visible_BQM: bool, whether the query may see the tree slot: itself and its ancestors.
+    """
+
+    base: int
+    depths_BQ: Tensor
+    slot_depths_BM: Tensor
+    visible_BQM: Tensor
+
+
+_ACTIVE: ContextVar[TreeContext | None] = ContextVar("hf_treespec_tree", default=None)
+_LOCK = threading.Lock()
+_ORIGINALS: dict[str, Callable[..., Any]] = {}
+_USERS = 0
+
+
+@contextmanager
+def tree_masks() -> Iterator[None]:
+    """Keep the wrapper registered while at least one call needs it; other threads fall through to the original."""
+    global _USERS
+    with _LOCK:
+        if _USERS == 0:
+            for name in _compat.MASK_IMPLEMENTATIONS:
+                original = _compat.mask_function_of(name)
+                _ORIGINALS[name] = original
+                _compat.register_mask_function(name, partial(_dispatch, original, name == "eager"))
+        _USERS += 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _USERS -= 1
+            if _USERS == 0:
+                for name, original in _ORIGINALS.items():
+                    current = _compat.mask_function_of(name)
+                    # Somebody else may have registered over us meanwhile: theirs stays.
+                    if isinstance(current, partial) and current.func is _dispatch:
+                        _compat.register_mask_function(name, original)
+                _ORIGINALS.clear()
+
+
+@contextmanager
+def tree_forward_context(context: TreeContext | None) -> Iterator[None]:
+    """Make `context` the tree of the forwards inside; None is a plain forward."""
+    token = _ACTIVE.set(context)
+    try:
+        yield
+    finally:
+        _ACTIVE.reset(token)
+
+
+def _dispatch(original: Callable[..., Any], additive: bool, *args: Any, **kwargs: Any) -> Any:
+    context = _ACTIVE.get()
+    if context is None:
+        return original(*args, **kwargs)
+    if args:
+        raise TreeSpecError(f"mask builder called with {len(args)} positional arguments; expected keywords only")
+    return _tree_mask(context, additive, **kwargs)
+
+
+def _tree_mask(
+    context: TreeContext,
+    additive: bool,
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Tensor],
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> Tensor:
+    """Mask [B, 1, Q, K]: bool for sdpa, additive for eager (where a bool mask would be added as 0 and 1)."""
+    rows, queries = context.depths_BQ.shape
+    if (batch_size, q_length) != (rows, queries):
+        raise TreeSpecError(
+            f"a mask for batch {batch_size} and {q_length} queries was asked for during a tree forward of batch {rows} "
+            f"and {queries} nodes; the model builds masks for other inputs than its tokens and cannot take a tree"
+        )
+    base, slots = context.base, context.slot_depths_BM.shape[1]
+    key_K = torch.arange(kv_length, device=device) + kv_offset
+    slot_K = (key_K - base).clamp(0, slots - 1)
+    in_tree_K = key_K >= base
+    key_position_BK = torch.where(in_tree_K, base + context.slot_depths_BM.to(device)[:, slot_K], key_K)
+    query_position_BQ = base + context.depths_BQ.to(device)
+    row = torch.arange(batch_size, device=device)[:, None, None, None]
+    head = torch.zeros((1, 1, 1, 1), dtype=torch.long, device=device)
+    allowed = mask_function(row, head, query_position_BQ[:, None, :, None], key_position_BK[:, None, None, :])
+    ancestor_BQK = context.visible_BQM.to(device)[:, :, slot_K]
+    # Slots behind the tree exist only in caches with spare room; they hold nothing yet.
+    allowed = allowed & torch.where(in_tree_K & (key_K < base + slots), ancestor_BQK, ~in_tree_K)[:, None]
+    if attention_mask is not None:
+        real_BK = attention_mask.to(device)[:, key_K.clamp(max=attention_mask.shape[1] - 1)].bool()
+        allowed = allowed & (real_BK | in_tree_K)[:, None, None, :]
+    allowed = allowed.expand(batch_size, 1, q_length, kv_length)
+    if not additive:
+        return allowed
+    zero = torch.zeros((), device=allowed.device, dtype=dtype)
+    return torch.where(allowed, zero, torch.finfo(dtype).min)

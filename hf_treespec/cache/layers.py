@@ -1,0 +1,40 @@
+"""Which cache layers can hold a tree, by exact class: a subclass may keep more state than its parent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_treespec import _compat
+from hf_treespec.errors import UnsupportedCallError
+
+__all__ = ["DENSE", "SLIDING", "check_cache", "layer_kind"]
+
+DENSE = "dense"
+SLIDING = "sliding"
+_KINDS: dict[type, str] = {_compat.DynamicLayer: DENSE, _compat.DynamicSlidingWindowLayer: SLIDING}
+
+
+def layer_kind(layer: Any) -> str | None:
+    """`DENSE`, `SLIDING`, or None for a class that cannot take a tree."""
+    return _KINDS.get(type(layer))
+
+
+def check_cache(cache: Any) -> None:
+    """Refuse caches that cannot give back a rejected node.
+
+    Raises:
+        UnsupportedCallError: naming the class that is in the way.
+    """
+    if not isinstance(cache, _compat.Cache):
+        raise UnsupportedCallError(f"cache of type {type(cache).__name__}: expected a transformers Cache")
+    if _compat.is_offloaded(cache):
+        raise UnsupportedCallError(
+            "an offloaded cache moves its layers during the forward and cannot take a tree; pass a DynamicCache, or "
+            "leave out cache_implementation"
+        )
+    odd = sorted({type(layer).__name__ for layer in cache.layers if layer_kind(layer) is None})
+    if odd:
+        raise UnsupportedCallError(
+            f"cache layers of class {', '.join(odd)} cannot take a tree; expected "
+            f"{', '.join(kind.__name__ for kind in _KINDS)}. Leave out cache_implementation, or pass a DynamicCache"
+        )

@@ -1,0 +1,196 @@
+"""A cache whose rows have lengths of their own, and the transaction around one tree.
+
+transformers' caches are rectangular. Rows that accepted less are kept right-aligned: their slots move right and the
+gap at the left becomes padding, which every model handles, and which keeps each row's sliding window whole.
+
+Shapes: B rows, L physical length, M tree slots, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_treespec import _compat
+from hf_treespec.cache.layers import DENSE, check_cache, layer_kind
+from hf_treespec.cache.replay import Recorder, replay_commit
+from hf_treespec.errors import TreeSpecError
+
+__all__ = ["CacheTransaction", "RowCache"]
+
+
+class RowCache:
+    """A transformers cache with one length per row.
+
+    Args:
+        cache: the cache, which stays the same object.
+        lengths: slots of each row that are not gap; the prompt's own padding counts as slots.
+
+    Raises:
+        UnsupportedCallError: if a layer cannot take a tree.
+    """
+
+    def __init__(self, cache: _compat.Cache, lengths: Sequence[int]) -> None:
+        check_cache(cache)
+        self.cache = cache
+        self.lengths = list(lengths)
+
+    @property
+    def physical(self) -> int:
+        """L."""
+        return max(self.lengths)
+
+    @property
+    def gaps(self) -> list[int]:
+        """Empty slots at the left of each row."""
+        physical = self.physical
+        return [physical - length for length in self.lengths]
+
+    def mask(self, extra: int, prompt_mask_BP: Tensor | None, device: torch.device | str) -> Tensor | None:
+        """The 2D attention mask of a forward.
+
+        Args:
+            extra: slots behind the committed ones, all real.
+            prompt_mask_BP: int64 `[B, P]`, 0 where the first P slots of a row are padding; None if there is none.
+            device: device of the mask.
+
+        Returns:
+            int64 `[B, L + extra]`, or None if nothing is masked.
+        """
+        gaps = self.gaps
+        if prompt_mask_BP is None and not any(gaps):
+            return None
+        mask = torch.ones((len(gaps), self.physical + extra), dtype=torch.long, device=device)
+        for row, gap in enumerate(gaps):
+            mask[row, :gap] = 0
+            if prompt_mask_BP is not None:
+                mask[row, gap : gap + prompt_mask_BP.shape[1]] = prompt_mask_BP[row].to(mask)
+        return mask
+
+    def transaction(self) -> CacheTransaction:
+        """A context: forwards inside append tree slots; what is not committed is undone on exit."""
+        return CacheTransaction(self)
+
+
+class CacheTransaction:
+    """Snapshot, tree forwards, then commit of one path per row, or nothing at all.
+
+    Layers are restored from the snapshot on every exit without a commit, so an exception in a forward, a processor or
+    a stopping criterion leaves the committed prefix.
+    """
+
+    def __init__(self, rows: RowCache) -> None:
+        self._rows = rows
+        self._dense: list[tuple[Any, dict[str, Any]]] = []
+        self._recorders: list[Recorder] = []
+        self._open = False
+
+    def __enter__(self) -> CacheTransaction:
+        # `generate` may hand over a cache whose layers appear at the first update; by now they exist.
+        for layer in self._rows.cache.layers:
+            if layer_kind(layer) == DENSE:
+                self._dense.append((layer, dict(layer.__dict__)))
+            else:
+                self._recorders.append(Recorder(layer))
+        self._open = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._open:
+            self._open = False
+            self._undo()
+
+    def _undo(self) -> None:
+        for layer, snapshot in self._dense:
+            layer.__dict__.clear()
+            layer.__dict__.update(snapshot)
+        for recorder in self._recorders:
+            recorder.remove()
+
+    def commit(self, slots: Sequence[Sequence[int]]) -> None:
+        """Keep the accepted tree slots of every row, in order, and drop all others.
+
+        Args:
+            slots: per row strictly increasing tree slots (0 is the first slot behind the committed ones).
+        """
+        if not self._open:
+            raise TreeSpecError("commit outside of an open cache transaction")
+        if not any(slots):
+            self.__exit__(None, None, None)
+            return
+        before, old_gaps = self._rows.physical, self._rows.gaps
+        self._rows.lengths = [n + len(s) for n, s in zip(self._rows.lengths, slots, strict=True)]
+        after, gaps = self._rows.physical, self._rows.gaps
+        uniform = gaps == old_gaps
+
+        source_BL = None if uniform else _sources(before, after, old_gaps, gaps, slots)
+        self._open = False
+        for layer, _ in self._dense:
+            if source_BL is None:
+                _move_in_place(layer, before, slots)
+            else:
+                _gather(layer, layer.keys, layer.values, source_BL, first=0)
+        for recorder in self._recorders:
+            keys, values = recorder.joined() if recorder.keys else (None, None)
+            stored, first = recorder.stored, before - recorder.stored
+            recorder.remove()
+            layer = recorder.layer
+            if keys is None or values is None:
+                continue
+            if len({tuple(row) for row in slots}) == 1:
+                replay_commit(layer, keys[..., stored:, :], values[..., stored:, :], slots[0])
+                continue
+            if source_BL is None:
+                source_BL = _sources(before, after, old_gaps, gaps, slots)
+            if not layer.is_initialized:
+                layer.lazy_initialization(keys, values)
+            window = int(layer.sliding_window) - 1
+            _gather(layer, keys, values, source_BL[:, max(0, after - window) :], first=first)
+            layer.cumulative_length = after
+
+
+def _move_in_place(layer: Any, base: int, slots: Sequence[Sequence[int]]) -> None:
+    """Move accepted rows to the front of the tree block: at most M slots a row, never the whole cache.
+
+    The storage was made by the tree's own `update`, so no older reference sees the writes.
+    """
+    count = len(slots[0])
+    end = base + count
+    for name in ("keys", "values"):
+        storage: Tensor = getattr(layer, name)
+        if any(list(row) != list(range(count)) for row in slots):
+            if len({tuple(row) for row in slots}) == 1:
+                index = base + torch.tensor(list(slots[0]), device=storage.device)
+                storage[:, :, base:end] = storage.index_select(2, index)
+            else:
+                index = base + torch.tensor([list(row) for row in slots], device=storage.device)
+                wide = index[:, None, :, None].expand(-1, storage.shape[1], -1, storage.shape[3])
+                storage[:, :, base:end] = storage.gather(2, wide)
+        setattr(layer, name, storage[:, :, :end])
+
+
+def _sources(
+    before: int, after: int, old_gaps: Sequence[int], gaps: Sequence[int], slots: Sequence[Sequence[int]]
+) -> Tensor:
+    """Where each physical slot of the new rows comes from: an old slot, `before` + a tree slot, or -1 for a gap."""
+    source_BL = torch.full((len(gaps), after), -1)
+    for row, (old_gap, gap, accepted) in enumerate(zip(old_gaps, gaps, slots, strict=True)):
+        places = [torch.arange(old_gap, before), before + torch.tensor(list(accepted), dtype=torch.long)]
+        source_BL[row, gap:] = torch.cat(places)
+    return source_BL
+
+
+def _gather(layer: Any, keys: Tensor, values: Tensor, source_BL: Tensor, *, first: int) -> None:
+    """Rebuild a layer from states `[B, H, *, D]` whose first slot has physical index `first`.
+
+    Slots of a gap, and window slots that were dropped because the row never needs them, take any finite value.
+    """
+    for name, states in (("keys", keys), ("values", values)):
+        index = (source_BL - first).clamp(min=0).to(states.device)[:, None, :, None]
+        setattr(layer, name, states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3])))

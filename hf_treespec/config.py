@@ -1,0 +1,168 @@
+"""`TreeConfig`: everything a call can say about its trees."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hf_treespec.errors import TreeConfigError, TreeSpecWarning
+from hf_treespec.tree import GROWTH_POLICIES, TreeLimits
+
+__all__ = ["CONFIG_NAME", "SCHEMA_VERSION", "TreeConfig"]
+
+CONFIG_NAME = "tree_config.json"
+SCHEMA_VERSION = 1
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "draft": ("auto", "model", "ngram"),
+    "growth": GROWTH_POLICIES,
+    "verification": ("coupled",),
+    "kv_cache": ("auto",),
+    "attention": ("auto", "sdpa", "eager"),
+    "fallback": ("auto", "off"),
+}
+_INTEGERS: dict[str, tuple[int, int]] = {
+    "max_nodes": (0, 4096),
+    "max_depth": (1, 512),
+    "max_children": (1, 512),
+}
+_SEED_LIMIT = 1 << 63
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeConfig:
+    """How `generate(..., tree_config=...)` speculates. The text never depends on any field but `seed`.
+
+    Args:
+        draft: where trees come from: ``"model"`` (the `assistant_model` of the call), ``"ngram"`` (the prompt and the
+            text so far), or ``"auto"``: the assistant if one is given, n-grams otherwise.
+        max_nodes: drafted nodes of a tree, the root not counted. 0 is plain decoding on the same noise: the reference
+            that every tree must equal.
+        max_depth: edges from the root to the deepest leaf. A round emits at most `max_depth + 1` tokens.
+        max_children: children of one node.
+        growth: ``"best_first"`` keeps the nodes most likely to be accepted, ``"static"`` fills one fixed shape by
+            rank, ``"dynamic"`` expands a few nodes a level and re-ranks at the end (EAGLE-2).
+        verification: ``"coupled"``: one Gumbel noise per position shared by draft and target. Greedy decoding is the
+            same rule without noise.
+        kv_cache: ``"auto"``: the cache of the call, or the dynamic one that `generate` makes.
+        attention: ``"auto"`` uses the model's own sdpa or eager attention; ``"sdpa"`` or ``"eager"`` switches the
+            model for the call and back, for models loaded with an attention that takes no tree mask.
+        seed: integer in [0, 2**63) that fixes the noise under `do_sample=True`; None draws one from torch's global
+            generator, so `torch.manual_seed` governs it.
+        fallback: ``"auto"`` measures rounds and decodes plainly while trees do not pay; ``"off"`` always drafts.
+
+    Raises:
+        TreeConfigError: if a field has a value that cannot work.
+    """
+
+    draft: str = "auto"
+    max_nodes: int = 16
+    max_depth: int = 8
+    max_children: int = 4
+    growth: str = "best_first"
+    verification: str = "coupled"
+    kv_cache: str = "auto"
+    attention: str = "auto"
+    seed: int | None = None
+    fallback: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise TreeConfigError(f"TreeConfig({name}={value!r}): expected one of {', '.join(map(repr, choices))}")
+        for name, (low, high) in _INTEGERS.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise TreeConfigError(f"TreeConfig({name}={value!r}): expected an integer in [{low}, {high}]")
+        seed = self.seed
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _SEED_LIMIT):
+            raise TreeConfigError(f"TreeConfig(seed={seed!r}): expected None or an integer in [0, 2**63)")
+
+    @property
+    def limits(self) -> TreeLimits:
+        """The size budget as one value."""
+        return TreeLimits(max_nodes=self.max_nodes, max_depth=self.max_depth, max_children=self.max_children)
+
+    def replace(self, **changes: Any) -> TreeConfig:
+        """A copy with some fields changed, validated again."""
+        return replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields and the schema version."""
+        return {"schema_version": SCHEMA_VERSION, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> TreeConfig:
+        """Inverse of `to_dict`. Unknown keys are dropped with one warning that names them.
+
+        Raises:
+            TreeConfigError: if `data` is no mapping, was written by a newer schema, or holds a bad value.
+        """
+        if not isinstance(data, Mapping):
+            raise TreeConfigError(f"expected a mapping of TreeConfig fields, got {type(data).__name__}")
+        known = {f.name for f in fields(cls)}
+        version = data.get("schema_version", SCHEMA_VERSION)
+        if isinstance(version, bool) or not isinstance(version, int) or not 1 <= version <= SCHEMA_VERSION:
+            raise TreeConfigError(
+                f"schema_version={version!r}: this release reads 1 to {SCHEMA_VERSION}; upgrade hf-treespec to read it"
+            )
+        unknown = sorted(str(key) for key in data if key not in known and key != "schema_version")
+        if unknown:
+            warnings.warn(f"TreeConfig: unknown keys dropped: {', '.join(unknown)}", TreeSpecWarning, stacklevel=2)
+        return cls(**{key: value for key, value in data.items() if key in known})
+
+    def to_json_string(self) -> str:
+        """The config as indented JSON."""
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    def to_yaml_string(self) -> str:
+        """The config as YAML."""
+        return str(yaml.safe_dump(self.to_dict(), sort_keys=False))
+
+    def save_pretrained(self, save_directory: str | Path) -> Path:
+        """Write `tree_config.json` into a folder, which is made if needed.
+
+        Args:
+            save_directory: a folder; or a file name ending in .json, .yaml or .yml to write just that.
+
+        Returns:
+            The path of the file.
+        """
+        target = Path(save_directory)
+        if target.suffix not in _READERS:
+            target = target / CONFIG_NAME
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(self.to_json_string() if target.suffix == ".json" else self.to_yaml_string())
+        return target
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path) -> TreeConfig:
+        """Read a config written by `save_pretrained`, or any .json, .yaml or .yml file of its fields.
+
+        Raises:
+            FileNotFoundError: if there is no such file, or the folder has no `tree_config.json`.
+            TreeConfigError: if the file does not parse or holds a bad value.
+        """
+        source = Path(path)
+        if source.is_dir():
+            source = source / CONFIG_NAME
+        if not source.is_file():
+            raise FileNotFoundError(f"{source}: no such file; expected {CONFIG_NAME} in a folder, or a .json/.yaml file")
+        reader = _READERS.get(source.suffix)
+        if reader is None:
+            raise TreeConfigError(f"{source}: expected a name ending in one of {', '.join(_READERS)}")
+        try:
+            data = reader(source.read_text())
+        except (ValueError, yaml.YAMLError) as error:
+            raise TreeConfigError(f"{source}: cannot be parsed: {error}") from error
+        return cls.from_dict(data)
+
+
+_READERS = {".json": json.loads, ".yaml": yaml.safe_load, ".yml": yaml.safe_load}

@@ -1,0 +1,57 @@
+"""What a draft source is: the protocol between the engine and the sources."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from hf_treespec.tree import TokenTree, TreeLimits
+
+__all__ = ["Draft", "DraftRow"]
+
+
+@dataclass(slots=True)
+class DraftRow:
+    """What a source may read of one row. The engine extends `tokens` as it commits; sources never write to it.
+
+    Args:
+        index: batch row.
+        tokens: ids of prompt and committed text without padding, the root (last emitted token) included.
+        offset: position of `tokens[0]`; above 0 when a passed-in cache holds text that the call did not repeat.
+        noise: `noise(position)` is the Gumbel noise `[V]` that the target will add when it chooses the token of that
+            position; None under greedy decoding.
+    """
+
+    index: int
+    tokens: list[int]
+    offset: int = 0
+    noise: Callable[[int], Tensor] | None = field(default=None, repr=False)
+
+
+class Draft(Protocol):
+    """A source of trees. One object serves one call of `generate`."""
+
+    name: str
+
+    def propose(self, rows: Sequence[DraftRow], limits: Sequence[TreeLimits]) -> list[TokenTree]:
+        """One tree per row, rooted at `rows[i].tokens[-1]`.
+
+        Args:
+            rows: all rows of the batch, always in the same order.
+            limits: budget per row; `max_nodes == 0` asks for a root-only tree (the row is finished or has no room).
+
+        Returns:
+            One tree per row, within its limits.
+        """
+        ...
+
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+        """Learn which nodes of the trees last proposed were accepted.
+
+        Args:
+            paths: per row the accepted node indices, root first; empty for a row that did not advance.
+        """
+        ...

@@ -1,0 +1,155 @@
+"""Reading a tree level by level: the forwards of one round of a draft model, and the cache slots they filled.
+
+Shapes: B rows, Q tokens of a forward, M tree slots so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hf_treespec.attention import TreeContext, tree_forward_context
+from hf_treespec.cache import CacheTransaction, RowCache
+from hf_treespec.draft.base import DraftRow
+from hf_treespec.tree import Candidate, TreeBuilder, pack_bits, unpack_words
+
+__all__ = ["LevelReader", "Reader"]
+
+
+class Reader(Protocol):
+    """The model side: runs a forward, ranks children."""
+
+    def forward(
+        self, ids: Tensor, positions: Tensor, rows: RowCache, mask: Tensor | None, *, logits_to_keep: int = 0
+    ) -> Tensor:
+        """Logits `[B, Q or logits_to_keep, V]`."""
+        ...
+
+    def rank(self, logits_RV: Tensor, noise: Sequence[Tensor | None], count: int) -> list[list[Candidate]]:
+        """Candidates per node."""
+        ...
+
+    def safe(self, token: int) -> int:
+        """The token, or a stand-in that the model can read."""
+        ...
+
+
+class LevelReader:
+    """The `Expander` of a draft model for one round.
+
+    Args:
+        reader: the model side.
+        rows: texts; tokens behind the row's cache length are read together with the root.
+        cache: the draft's cache.
+        transaction: open transaction on it.
+        children: candidates wanted per node.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        rows: Sequence[DraftRow],
+        cache: RowCache,
+        transaction: CacheTransaction,
+        children: int,
+    ) -> None:
+        self._reader = reader
+        self._rows = rows
+        self._cache = cache
+        self._transaction = transaction
+        self._children = children
+        # Committed tokens that the draft has not read, the root last.
+        self._fresh = [row.tokens[length:] for row, length in zip(rows, cache.lengths, strict=True)]
+        self._fresh_slots: list[list[int]] = [[] for _ in rows]
+        # Per row: slot of each builder node that was read; depth and visible slots (as bits) of each slot.
+        self._slot_of: list[dict[int, int]] = [{} for _ in rows]
+        self._depths: list[list[int]] = [[] for _ in rows]
+        self._visible: list[list[int]] = [[] for _ in rows]
+        # Builder index of each node of the frozen trees, set when growth has ended.
+        self.kept: list[list[int]] = []
+
+    def expand(self, builders: Sequence[TreeBuilder], frontier: Sequence[Sequence[int]]) -> list[list[list[Candidate]]]:
+        """Candidates below the frontier of every row, from one forward; see `Expander`."""
+        at_root = not any(self._slot_of)
+        wanted = [self._fresh[row] if nodes and at_root else nodes for row, nodes in enumerate(frontier)]
+        width = max(len(row) for row in wanted)
+        tokens: list[list[int]] = []
+        for row, nodes in enumerate(frontier):
+            # Right-aligned, so that the last logits of every row belong to its frontier.
+            for _ in range(width - len(wanted[row])):
+                self._add_slot(row, 0, 0)
+            read = self._read_fresh(row) if at_root and nodes else self._read_nodes(row, builders[row], nodes)
+            tokens.append([0] * (width - len(read)) + [self._reader.safe(token) for token in read])
+        logits = self._forward(tokens, keep=1 if at_root else 0)
+        return [
+            self._rank(row, builders[row], nodes, logits[row, logits.shape[1] - len(nodes) :])
+            for row, nodes in enumerate(frontier)
+        ]
+
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+        """Commit what was read of the accepted paths; the rest is caught up with in the next round."""
+        slots = []
+        for row, path in enumerate(paths):
+            mine: list[int] = []
+            if path and 0 in self._slot_of[row]:
+                mine.extend(self._fresh_slots[row])
+                for node in path[1:]:
+                    slot = self._slot_of[row].get(self.kept[row][node])
+                    if slot is None:
+                        break
+                    mine.append(slot)
+            slots.append(mine)
+        self._transaction.commit(slots)
+
+    def _add_slot(self, row: int, depth: int, sees: int) -> int:
+        slot = len(self._depths[row])
+        self._depths[row].append(depth)
+        self._visible[row].append(sees | 1 << slot)
+        return slot
+
+    def _read_fresh(self, row: int) -> list[int]:
+        sees = 0
+        for depth in range(len(self._fresh[row])):
+            slot = self._add_slot(row, depth, sees)
+            sees = self._visible[row][slot]
+            self._fresh_slots[row].append(slot)
+        self._slot_of[row][0] = slot
+        return self._fresh[row]
+
+    def _read_nodes(self, row: int, builder: TreeBuilder, nodes: Sequence[int]) -> list[int]:
+        above = len(self._fresh[row]) - 1
+        for node in nodes:
+            parent = self._slot_of[row][builder.parents[node]]
+            self._slot_of[row][node] = self._add_slot(
+                row, above + builder.depths[node], self._visible[row][parent]
+            )
+        return [builder.tokens[node] for node in nodes]
+
+    def _rank(self, row: int, builder: TreeBuilder, nodes: Sequence[int], logits: Tensor) -> list[list[Candidate]]:
+        if not nodes:
+            return []
+        source = self._rows[row]
+        # The child of a node of depth d takes position offset + len(tokens) + d.
+        first = source.offset + len(source.tokens)
+        noise = [source.noise(first + builder.depths[n]) if source.noise else None for n in nodes]
+        return self._reader.rank(logits, noise, self._children)
+
+    def _forward(self, tokens: list[list[int]], *, keep: int) -> Tensor:
+        width, slots = len(tokens[0]), len(self._depths[0])
+        words = -(-slots // 64)
+        packed = [[pack_bits(bits, words) for bits in row[-width:]] for row in self._visible]
+        slot_depths = torch.tensor(self._depths)
+        depths = slot_depths[:, -width:]
+        context = TreeContext(
+            base=self._cache.physical,
+            depths_BQ=depths,
+            slot_depths_BM=slot_depths,
+            visible_BQM=unpack_words(torch.tensor(packed, dtype=torch.int64), slots),
+        )
+        positions = torch.tensor(self._cache.lengths)[:, None] + depths
+        mask = self._cache.mask(slots, None, "cpu")
+        with tree_forward_context(context):
+            return self._reader.forward(torch.tensor(tokens), positions, self._cache, mask, logits_to_keep=keep)

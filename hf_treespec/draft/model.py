@@ -1,0 +1,171 @@
+"""Trees from a draft model: one forward a level, its own cache, the target's noise.
+
+The draft never calls `generate`. A round of it is one cache transaction: the committed tokens that it has not read yet
+ride along with the root in the first forward, then each level of the tree is one more forward; afterwards the accepted
+nodes are committed and the rest undone, as in the target.
+
+Shapes: B rows, Q tokens of a forward, R nodes ranked at once, V vocabulary common to both models.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hf_treespec import _compat
+from hf_treespec.attention import learned_position_limit
+from hf_treespec.cache import RowCache
+from hf_treespec.draft.base import DraftRow
+from hf_treespec.draft.levels import LevelReader
+from hf_treespec.tree import Candidate, TokenTree, TreeLimits, grow
+
+if TYPE_CHECKING:
+    from transformers import LogitsProcessorList, PreTrainedModel
+
+__all__ = ["ModelDraft"]
+
+
+class ModelDraft:
+    """Draft source over a causal LM that takes trees by the mask route.
+
+    Args:
+        model: the draft; neither it nor its config is changed.
+        growth: policy of `hf_treespec.tree.grow`.
+        vocab_size: ids that the target knows; the draft proposes no others.
+        processors: processors to shape the draft's law like the target's. Only those that look at logits alone may be
+            given. They change how much is accepted, never the text.
+    """
+
+    name = "model"
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        growth: str,
+        vocab_size: int,
+        processors: LogitsProcessorList | None = None,
+    ) -> None:
+        self.model = model
+        self.forward_seconds = 0.0
+        self._growth = growth
+        self._vocab = min(vocab_size, _compat.vocabulary_size(model))
+        self._readable = _compat.embedding_rows(model)
+        self._processors = processors
+        self._position_limit = learned_position_limit(
+            model, getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        )
+        self._rows: RowCache | None = None
+        self._open: ExitStack | None = None
+        self._pass: LevelReader | None = None
+
+    def propose(self, rows: Sequence[DraftRow], limits: Sequence[TreeLimits]) -> list[TokenTree]:
+        """One tree per row; see `Draft.propose`."""
+        self.abandon()
+        roots = [row.tokens[-1] for row in rows]
+        limits = [self._within_positions(row, limit) for row, limit in zip(rows, limits, strict=True)]
+        if not any(limit.max_nodes for limit in limits):
+            return [TokenTree.root_only(token) for token in roots]
+        if self._rows is None:
+            self._rows = self._prefill(rows)
+        self._open = ExitStack()
+        transaction = self._open.enter_context(self._rows.transaction())
+        self._pass = LevelReader(self, rows, self._rows, transaction, max(limit.max_children for limit in limits))
+        try:
+            grown = grow(roots, self._pass.expand, limits, self._growth)
+        except BaseException:
+            self.abandon()
+            raise
+        self._pass.kept = [kept for _, kept in grown]
+        return [tree for tree, _ in grown]
+
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+        """Keep the accepted nodes that the draft has read; see `Draft.commit`."""
+        if self._pass is not None and self._open is not None:
+            self._pass.commit(paths)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Undo an unfinished round, for example after an exception elsewhere in it."""
+        if self._open is not None:
+            self._open.close()
+        self._open = self._pass = None
+
+    def _within_positions(self, row: DraftRow, limit: TreeLimits) -> TreeLimits:
+        if self._position_limit is None:
+            return limit
+        # A node at depth d is read at position len(tokens) - 1 + d; the deepest level is never read.
+        return limit.capped(max_depth=self._position_limit - len(row.tokens) + 1)
+
+    def _prefill(self, rows: Sequence[DraftRow]) -> RowCache:
+        """Read everything but the root, as one left-padded batch."""
+        texts = [row.tokens[:-1] for row in rows]
+        cache = RowCache(_compat.make_cache(self.model.config), [0] * len(rows))
+        width = max(len(text) for text in texts)
+        if not width:
+            return cache
+        ids = torch.zeros((len(rows), width), dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, text in enumerate(texts):
+            if text:
+                ids[row, -len(text) :] = torch.tensor([self.safe(token) for token in text])
+                mask[row, -len(text) :] = 1
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        padded = None if bool(mask.all()) else mask
+        self.forward(ids, positions, cache, padded, logits_to_keep=1)
+        cache.lengths = [len(text) for text in texts]
+        return cache
+
+    def forward(
+        self, ids: Tensor, positions: Tensor, rows: RowCache, mask: Tensor | None, *, logits_to_keep: int = 0
+    ) -> Tensor:
+        """One timed forward of the draft; logits `[B, Q or logits_to_keep, V]`."""
+        device = self.model.device
+        start = time.perf_counter()
+        logits = _compat.model_forward(
+            self.model,
+            input_ids=ids.to(device),
+            position_ids=positions.to(device),
+            attention_mask=None if mask is None else mask.to(device),
+            cache=rows.cache,
+            logits_to_keep=logits_to_keep,
+        )
+        self.forward_seconds += time.perf_counter() - start
+        return logits[..., : self._vocab]
+
+    def safe(self, token: int) -> int:
+        """Ids beyond the draft's table cannot be read; the guess after them is poor, the text stays right."""
+        return token if token < self._readable else 0
+
+    def rank(self, logits_RV: Tensor, noise: Sequence[Tensor | None], count: int) -> list[list[Candidate]]:
+        """The `count` best children of each of R nodes, best first, with their confidence.
+
+        Under sampling children are the Gumbel-top-k: the best by log q plus the noise that the target will add. Then
+        the confidence is the softmax of the perturbed scores, else of the logits.
+
+        Args:
+            logits_RV: raw logits.
+            noise: per node the Gumbel noise `[V']` of its children's position, or None.
+            count: children wanted.
+
+        Returns:
+            Candidates per node.
+        """
+        scores = logits_RV.to(torch.float32, copy=True)
+        if self._processors:
+            scores = self._processors(torch.zeros((scores.shape[0], 1), dtype=torch.long, device=scores.device), scores)
+        if any(n is not None for n in noise):
+            rows = [torch.zeros(scores.shape[1]) if n is None else n[: scores.shape[1]].to(scores) for n in noise]
+            scores = scores + torch.stack(rows)
+        count = min(count, scores.shape[1])
+        top, tokens = scores.topk(count, dim=-1)
+        confidence = top - scores.logsumexp(-1, keepdim=True)
+        return [
+            [Candidate(token, conf) for token, conf in zip(ts, cs, strict=True) if conf > float("-inf")]
+            for ts, cs in zip(tokens.tolist(), confidence.tolist(), strict=True)
+        ]

@@ -1,0 +1,97 @@
+"""The one target forward of a round, over the trees of all rows.
+
+Shapes: B rows, N nodes with the root, L physical cache length, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hf_treespec import _compat
+from hf_treespec.attention import TreeContext, node_positions, tree_forward_context
+from hf_treespec.cache import RowCache
+from hf_treespec.tree import TokenTree, layout_trees
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["TargetForward"]
+
+# Passed through `prepare_inputs_for_generation` by the forward itself.
+_OWN_KWARGS = ("attention_mask", "position_ids", "cache", "past_key_values", "logits_to_keep", "inputs_embeds")
+
+
+class TargetForward:
+    """Scores every node of one tree per row.
+
+    Args:
+        model: the target.
+        cache: its cache; each forward appends N tree slots.
+        last_positions: `[..., B, 1]`, position id of the last prompt token of every row.
+        prompt_mask_BP: int64 `[B, P]` with 0 at prompt padding, or None.
+        model_kwargs: the other keyword arguments of the call, passed on as plain decoding passes them.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: RowCache,
+        last_positions: Tensor,
+        prompt_mask_BP: Tensor | None,
+        model_kwargs: Mapping[str, Any],
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._last_positions = last_positions
+        self._prompt_mask = prompt_mask_BP
+        self._kwargs = {k: v for k, v in model_kwargs.items() if k not in _OWN_KWARGS}
+        self._cache_kwarg = _compat.cache_kwarg(model)
+
+    def __call__(self, trees: Sequence[TokenTree], ahead: Sequence[int]) -> Tensor:
+        """Logits `[B, N, V]` of all nodes.
+
+        Args:
+            trees: one per row.
+            ahead: per row, how many positions its root lies behind the last prompt token.
+        """
+        device = self._last_positions.device
+        layout = layout_trees(trees, device)
+        nodes = layout.nodes
+        positions = node_positions(
+            self._last_positions, torch.tensor(ahead, device=device)[:, None], layout.depths_BN
+        )
+        # A root alone is an ordinary decoding step: the model's own mask serves, and the step costs what plain costs.
+        context = None
+        if nodes > 1:
+            context = TreeContext(
+                base=self._cache.physical,
+                depths_BQ=layout.depths_BN,
+                slot_depths_BM=layout.depths_BN,
+                visible_BQM=layout.ancestors_BNN(),
+            )
+        inputs = self._model.prepare_inputs_for_generation(
+            layout.tokens_BN,
+            attention_mask=self._cache.mask(nodes, self._prompt_mask, device),
+            position_ids=positions,
+            **{self._cache_kwarg: self._cache.cache},
+            **self._token_kinds(nodes),
+            **({"logits_to_keep": 0} if self._model._supports_logits_to_keep() else {}),
+        )
+        with tree_forward_context(context):
+            outputs = self._model(**inputs, return_dict=True)
+        logits: Tensor = outputs.logits
+        return logits
+
+    def _token_kinds(self, nodes: int) -> dict[str, Any]:
+        """The remaining kwargs, with per-token kinds continued as plain decoding continues them."""
+        kwargs = dict(self._kwargs)
+        for name in ("token_type_ids", "mm_token_type_ids"):
+            kinds = kwargs.get(name)
+            if kinds is not None:
+                last = kinds[:, -1:] if name == "token_type_ids" else torch.zeros_like(kinds[:, -1:])
+                kwargs[name] = last.expand(-1, nodes)
+        return kwargs

@@ -1,0 +1,202 @@
+"""One call of `generate` with a tree: checks, prefill, rounds, output."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hf_treespec import _compat
+from hf_treespec.attention import attention_for_trees, learned_position_limit, tree_masks
+from hf_treespec.cache import RowCache, check_cache
+from hf_treespec.config import TreeConfig
+from hf_treespec.control import SizePolicy
+from hf_treespec.draft import Draft, ModelDraft, NgramDraft
+from hf_treespec.engine.checks import check_call
+from hf_treespec.engine.forward import TargetForward
+from hf_treespec.engine.prompt import Prompt
+from hf_treespec.engine.round import RoundRunner
+from hf_treespec.engine.state import GrowingText, StopRules
+from hf_treespec.stats import TreeStats
+from hf_treespec.verify import Decider, GumbelNoise, NodeScorer, are_length_free, are_pure
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+    from transformers.generation.streamers import BaseStreamer
+    from transformers.generation.utils import GenerateOutput
+
+__all__ = ["Request", "generate_with_tree"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Request:
+    """What `generate` prepared for its decoding loop.
+
+    Args:
+        input_ids: int64 `[B, P]`, already expanded for `num_return_sequences`.
+        logits_processor: prepared list.
+        stopping_criteria: prepared list.
+        generation_config: prepared config of this call.
+        model_kwargs: the other arguments of the model.
+        tree_config: how to speculate.
+        assistant_model: draft model, if one was passed.
+        streamer: already holds the prompt.
+        synced_gpus: whether all ranks must run the same number of forwards.
+    """
+
+    input_ids: Tensor
+    logits_processor: LogitsProcessorList
+    stopping_criteria: StoppingCriteriaList
+    generation_config: GenerationConfig
+    model_kwargs: dict[str, Any]
+    tree_config: TreeConfig
+    assistant_model: PreTrainedModel | None = None
+    streamer: BaseStreamer | None = None
+    synced_gpus: bool = False
+
+
+def generate_with_tree(
+    model: PreTrainedModel, request: Request, report: Callable[[TreeStats], None]
+) -> GenerateOutput | Tensor:
+    """Decode with trees.
+
+    Args:
+        model: the target.
+        request: the prepared call.
+        report: receives the statistics, also when the call ends by an exception.
+
+    Returns:
+        What plain decoding would return for the same call.
+
+    Raises:
+        UnsupportedCallError: before any forward, for calls that cannot be right with a tree.
+    """
+    check_call(model, request)
+    stats = TreeStats(batch_size=int(request.input_ids.shape[0]))
+    start = time.perf_counter()
+    try:
+        with _prepared(model, request):
+            return _decode(model, request, stats, start)
+    finally:
+        stats.total_seconds = time.perf_counter() - start
+        report(stats)
+
+
+@contextmanager
+def _prepared(model: PreTrainedModel, request: Request) -> Iterator[None]:
+    """Everything that is changed for the length of a call, and given back on every exit."""
+    with ExitStack() as stack:
+        stack.enter_context(attention_for_trees(model, request.tree_config.attention))
+        if request.assistant_model is not None and request.assistant_model is not model:
+            stack.enter_context(attention_for_trees(request.assistant_model, request.tree_config.attention))
+        stack.enter_context(tree_masks())
+        yield
+
+
+def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: float) -> GenerateOutput | Tensor:
+    config, generation = request.tree_config, request.generation_config
+    batch = int(request.input_ids.shape[0])
+    wants_dict = bool(generation.return_dict_in_generate)
+    keep_scores = wants_dict and bool(generation.output_scores)
+    keep_logits = wants_dict and bool(generation.output_logits)
+    rules = StopRules.of(request.stopping_criteria)
+    # Rows may run apart only if nothing outside their own text can tell (or ask for whole steps).
+    in_step = batch == 1 or not (
+        rules.rowwise
+        and (rules.has_eos or not rules.others)
+        and are_pure(request.logits_processor)
+        and request.streamer is None
+    )
+    prompt = Prompt.of(request.input_ids, request.model_kwargs, generation)
+    stats.prompt_tokens = sum(prompt.real_tokens)
+    text = GrowingText(
+        request.input_ids,
+        real_tokens=prompt.real_tokens,
+        prompt_tokens=prompt.known_tokens,
+        rules=rules,
+        pad=_compat.pad_token_id(generation),
+        in_step=in_step,
+        streamer=request.streamer,
+        keep_scores=keep_scores,
+        keep_logits=keep_logits,
+    )
+    vocab = _compat.vocabulary_size(model)
+    noise = _noise(model, config, vocab) if generation.do_sample else None
+    if noise is not None:
+        for row in text.draft_rows:
+            row.noise = _row_noise(noise, row.index)
+    decider = Decider(NodeScorer(request.logits_processor, batch), noise, keep_scores=keep_scores)
+    draft = _make_draft(request, vocab)
+    stats.draft = draft.name
+
+    outputs = model._prefill(request.input_ids, generation, request.model_kwargs)
+    cache = _compat.cache_from_outputs(outputs)
+    check_cache(cache)
+    last_logits = outputs.logits[:, -1].to(request.input_ids.device, copy=True)
+    del outputs
+    tokens, scores = decider.choose(text, dict(enumerate(last_logits)))
+    text.emit(tokens, scores, dict(enumerate(last_logits)))
+    stats.new_tokens += batch
+    stats.prefill_seconds = time.perf_counter() - start
+
+    assert cache is not None  # check_cache refused anything else
+    rows = RowCache(cache, [_compat.cache_length(cache)] * batch)
+    runner = RoundRunner(
+        text=text,
+        forward=TargetForward(model, rows, prompt.last_positions, prompt.mask_BP, request.model_kwargs),
+        cache=rows,
+        draft=draft,
+        policy=SizePolicy(config.limits, fallback=config.fallback),
+        decider=decider,
+        noise=noise,
+        stats=stats,
+        in_step=in_step,
+        position_limit=learned_position_limit(
+            model, getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        ),
+        batched_choice=last_logits.device.type != "cpu" and not keep_scores and are_length_free(request.logits_processor),
+    )
+    try:
+        with _compat.decode_context(model):
+            while not all(text.finished):
+                runner.run()
+            if wants_dict or getattr(cache, "_is_user_defined", False):
+                runner.fill(max(text.new_lengths))
+    finally:
+        stats.draft_forward_seconds = getattr(draft, "forward_seconds", 0.0)
+    if request.streamer is not None:
+        request.streamer.end()
+    sequences = text.sequences()
+    if not wants_dict:
+        return sequences
+    return _compat.decoder_output(
+        sequences=sequences, scores=text.steps("scores"), logits=text.steps("logits"), cache=cache
+    )
+
+
+def _noise(model: PreTrainedModel, config: TreeConfig, vocab: int) -> GumbelNoise:
+    # Drawn once from the global generator, so that `torch.manual_seed` governs the text.
+    seed = config.seed if config.seed is not None else int(torch.randint(2**63 - 1, ()))
+    return GumbelNoise(seed, vocab, model.device)
+
+
+def _row_noise(noise: GumbelNoise, row: int) -> Callable[[int], Tensor]:
+    return lambda position: noise.at(row, position)
+
+
+def _make_draft(request: Request, vocab: int) -> Draft:
+    config = request.tree_config
+    assistant = request.assistant_model
+    if config.draft == "ngram" or assistant is None:
+        return NgramDraft(growth=config.growth)
+    processors = None
+    if request.generation_config.do_sample:
+        # The draft's law is shaped by the processors that need no prefix; the others only cost acceptance.
+        own = [p for p in request.logits_processor if are_length_free([p])]
+        processors = type(request.logits_processor)(own)
+    return ModelDraft(assistant, growth=config.growth, vocab_size=vocab, processors=processors)

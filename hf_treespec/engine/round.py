@@ -1,0 +1,158 @@
+"""One round: draft, target forward, walk, commit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from hf_treespec.cache import RowCache
+from hf_treespec.control import SizePolicy
+from hf_treespec.draft import Draft
+from hf_treespec.engine.forward import TargetForward
+from hf_treespec.engine.state import GrowingText
+from hf_treespec.stats import TreeStats
+from hf_treespec.tree import TokenTree, TreeLimits
+from hf_treespec.verify import Decider, GumbelNoise, walk_trees
+
+__all__ = ["RoundRunner"]
+
+
+class RoundRunner:
+    """Everything that a round needs; `run` does one.
+
+    Args:
+        text: the growing text.
+        forward: target forward.
+        cache: the target's cache.
+        draft: source of trees.
+        policy: size policy.
+        decider: chooses tokens.
+        noise: the noise of the call, or None.
+        stats: counters, updated in place.
+        in_step: whether all rows emit the same number of tokens.
+        position_limit: first position that the target cannot read, or None.
+        batched_choice: choose at all nodes on the device in one go.
+    """
+
+    def __init__(
+        self,
+        *,
+        text: GrowingText,
+        forward: TargetForward,
+        cache: RowCache,
+        draft: Draft,
+        policy: SizePolicy,
+        decider: Decider,
+        noise: GumbelNoise | None,
+        stats: TreeStats,
+        in_step: bool,
+        position_limit: int | None,
+        batched_choice: bool,
+    ) -> None:
+        self._text = text
+        self._forward = forward
+        self._cache = cache
+        self._draft = draft
+        self._policy = policy
+        self._decider = decider
+        self._noise = noise
+        self._stats = stats
+        self._in_step = in_step
+        self._position_limit = position_limit
+        self._batched_choice = batched_choice
+
+    def run(self) -> None:
+        """One round of all rows that have not ended; in step the ended ones follow with padding."""
+        paused, limits = self._policy.paused, self._policy.limits()
+        active = [row for row, done in enumerate(self._text.finished) if not done]
+        rows = list(range(len(self._text.finished))) if self._in_step else active
+        start = time.perf_counter()
+        wanted = [self._row_limits(row, limits, drafts=self._drafts(row)) for row in range(len(self._text.finished))]
+        trees = self._draft.propose(self._text.draft_rows, wanted)
+        self._stats.draft_seconds += time.perf_counter() - start
+        if self._in_step:
+            depth = max(tree.max_depth for tree in trees)
+            trees = [self._padding(row, depth) if not self._drafts(row) else tree for row, tree in enumerate(trees)]
+        before = self._text.new_lengths
+        paths = self._score_and_walk(trees, rows)
+        drafted = any(trees[row].drafted for row in active)
+        emitted = [now - then for now, then in zip(self._text.new_lengths, before, strict=True)]
+        for row in active:
+            tree = trees[row]
+            self._stats.record_row(
+                path=tree.depths[paths[row][-1]],
+                drafted_depths=set(tree.depths) - {0},
+                drafted=tree.drafted,
+                emitted=emitted[row],
+            )
+        self._stats.rounds += 1
+        self._stats.plain_rounds += not drafted
+        self._stats.fallback_rounds += paused
+        self._policy.observe(
+            drafted=drafted,
+            seconds=time.perf_counter() - start,
+            tokens=sum(emitted[row] for row in active) / len(active),
+        )
+
+    def fill(self, length: int) -> None:
+        """Bring ended rows to `length` new tokens with padding, so that their cache and scores are plain's.
+
+        Args:
+            length: tokens that the longest row has emitted.
+        """
+        while rows := [row for row, new in enumerate(self._text.new_lengths) if new < length]:
+            trees = [
+                self._padding(row, length - self._text.new_lengths[row] - 1 if row in rows else 0)
+                for row in range(len(self._text.finished))
+            ]
+            self._score_and_walk(trees, rows)
+
+    def _drafts(self, row: int) -> bool:
+        return self._text.forced_token(row) is None
+
+    def _row_limits(self, row: int, limits: TreeLimits, *, drafts: bool) -> TreeLimits:
+        """What the row has room for: a round emits one token more than its path is deep."""
+        depth = None
+        room = self._text.room(row)
+        if room is not None:
+            depth = room - 1
+        if self._position_limit is not None:
+            # The root is read at position - 1; the node of depth d at position - 1 + d.
+            ahead = self._position_limit - self._text.position(row)
+            depth = ahead if depth is None else min(depth, ahead)
+        return limits.capped(max_nodes=None if drafts else 0, max_depth=depth)
+
+    def _padding(self, row: int, depth: int) -> TokenTree:
+        pad = self._text.forced_token(row)
+        root = self._text.draft_rows[row].tokens[-1]
+        return TokenTree.root_only(root) if pad is None else TokenTree.chain([root, *[pad] * depth])
+
+    def _score_and_walk(self, trees: Sequence[TokenTree], rows: Sequence[int]) -> list[list[int]]:
+        stats = self._stats
+        ahead = self._text.new_lengths
+        with self._cache.transaction() as transaction:
+            start = time.perf_counter()
+            logits = self._forward(trees, ahead)
+            walked = time.perf_counter()
+            choices = None
+            if self._batched_choice and all(self._drafts(row) for row in rows):
+                choices = self._decider.choose_all(self._text, logits, trees)
+            paths = walk_trees(
+                self._text,
+                trees,
+                lambda row, node: logits[row, node],
+                self._decider,
+                rows,
+                in_step=self._in_step,
+                choices=choices,
+            )
+            verified = time.perf_counter()
+            transaction.commit(paths)
+        self._draft.commit(paths)
+        if self._noise is not None:
+            for row in rows:
+                self._noise.forget(row, self._text.position(row))
+        stats.target_seconds += walked - start
+        stats.verify_seconds += verified - walked
+        stats.commit_seconds += time.perf_counter() - verified
+        return paths

@@ -1,0 +1,27 @@
+"""Token trees as plain data: topology, growth, tensor layout, JSON. No transformers here."""
+
+from hf_treespec.tree.codec import shape_from_json, shape_to_json, tree_from_json, tree_to_json
+from hf_treespec.tree.growth import GROWTH_POLICIES, Candidate, Expander, grow
+from hf_treespec.tree.layout import TreeLayout, layout_trees, pack_bits, unpack_words
+from hf_treespec.tree.shapes import best_first_shape, rank_acceptance
+from hf_treespec.tree.topology import TokenTree, TreeBuilder, TreeLimits
+
+__all__ = [
+    "GROWTH_POLICIES",
+    "Candidate",
+    "Expander",
+    "TokenTree",
+    "TreeBuilder",
+    "TreeLayout",
+    "TreeLimits",
+    "best_first_shape",
+    "grow",
+    "layout_trees",
+    "pack_bits",
+    "rank_acceptance",
+    "shape_from_json",
+    "shape_to_json",
+    "tree_from_json",
+    "tree_to_json",
+    "unpack_words",
+]

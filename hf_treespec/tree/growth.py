@@ -1,0 +1,119 @@
+"""Growing one tree per row, level by level, from any source of candidates.
+
+The source is an `Expander`: it is asked once per level for the candidates below the frontier of every row, so a draft
+model spends one batched forward per level. All decisions here are deterministic given the candidates; under coupled
+verification any pruning and any order is lossless (the verifier never looks at how the tree came about).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from hf_treespec.errors import TreeConfigError
+from hf_treespec.tree.shapes import best_first_shape
+from hf_treespec.tree.topology import TokenTree, TreeBuilder, TreeLimits
+
+__all__ = ["GROWTH_POLICIES", "Candidate", "Expander", "grow"]
+
+GROWTH_POLICIES = ("static", "best_first", "dynamic")
+
+
+class Candidate(NamedTuple):
+    """One proposed child: its token and the natural log of the confidence that the target agrees (<= 0)."""
+
+    token: int
+    log_confidence: float
+
+
+class Expander(Protocol):
+    """Source of candidates."""
+
+    def __call__(
+        self, builders: Sequence[TreeBuilder], frontier: Sequence[Sequence[int]]
+    ) -> Sequence[Sequence[Sequence[Candidate]]]:
+        """Candidates for `frontier[row][i]`, best first, distinct tokens; an empty list ends that node.
+
+        Args:
+            builders: the trees so far, one per row.
+            frontier: node indices to expand, per row; all of one depth. Rows may be empty.
+
+        Returns:
+            `result[row][i]`: candidates below node `frontier[row][i]`.
+        """
+        ...
+
+
+def grow(
+    roots: Sequence[int], expand: Expander, limits: Sequence[TreeLimits], policy: str
+) -> list[tuple[TokenTree, list[int]]]:
+    """Grow one tree per row.
+
+    Policies: ``static`` fills a fixed best-first shape by rank (Medusa, Sequoia); ``best_first`` expands every node
+    that is still among the `max_nodes` best by path confidence and keeps those (the optimum that OPT-Tree aims at);
+    ``dynamic`` expands only the `max_children` best nodes of a level and re-ranks all at the end (EAGLE-2).
+
+    Args:
+        roots: root token per row.
+        expand: source of candidates, called once per level.
+        limits: budget per row.
+        policy: one of `GROWTH_POLICIES`.
+
+    Returns:
+        Per row the tree and, for each of its nodes, the index it had in the builder given to `expand`.
+
+    Raises:
+        TreeConfigError: for an unknown policy.
+    """
+    if policy not in GROWTH_POLICIES:
+        raise TreeConfigError(f"growth={policy!r} must be one of {GROWTH_POLICIES}")
+    builders = [TreeBuilder(token) for token in roots]
+    if policy == "static":
+        _grow_static(builders, expand, limits)
+        return [builder.freeze() for builder in builders]
+    frontier = [[0] if limit.max_nodes and limit.max_depth else [] for limit in limits]
+    while any(frontier):
+        candidates = expand(builders, frontier)
+        nxt: list[list[int]] = []
+        for builder, nodes, found, limit in zip(builders, frontier, candidates, limits, strict=True):
+            added = [
+                builder.add(node, cand.token, cand.log_confidence)
+                for node, cands in zip(nodes, found, strict=True)
+                for cand in cands[: limit.max_children]
+            ]
+            nxt.append(_next_frontier(builder, added, limit, policy))
+        frontier = nxt
+    return [b.freeze(b.best(limit.max_nodes)) for b, limit in zip(builders, limits, strict=True)]
+
+
+def _next_frontier(builder: TreeBuilder, added: list[int], limit: TreeLimits, policy: str) -> list[int]:
+    """Which of the nodes just added are expanded at the next level."""
+    if not added or builder.depths[added[0]] >= limit.max_depth:
+        return []
+    # A node outside the best `max_nodes` can never come back: later nodes only make the set more crowded.
+    alive = set(builder.best(limit.max_nodes))
+    nodes = [node for node in added if node in alive]
+    if policy == "dynamic":
+        nodes = sorted(sorted(nodes, key=lambda n: -builder.scores[n])[: limit.max_children])
+    return nodes
+
+
+def _grow_static(builders: Sequence[TreeBuilder], expand: Expander, limits: Sequence[TreeLimits]) -> None:
+    shapes = [best_first_shape(limit) for limit in limits]
+    # builder index of each shape node that could be filled
+    placed: list[dict[int, int]] = [{0: 0} for _ in builders]
+    for depth in range(max(shape.max_depth for shape in shapes) if shapes else 0):
+        inner = [
+            [n for n in range(len(shape)) if shape.depths[n] == depth and shape.children(n) and n in done]
+            for shape, done in zip(shapes, placed, strict=True)
+        ]
+        frontier = [[done[n] for n in nodes] for nodes, done in zip(inner, placed, strict=True)]
+        if not any(frontier):
+            return
+        candidates = expand(builders, frontier)
+        for builder, shape, done, nodes, found in zip(builders, shapes, placed, inner, candidates, strict=True):
+            for node, cands in zip(nodes, found, strict=True):
+                for child in shape.children(node):
+                    rank = shape.tokens[child]
+                    if rank < len(cands):
+                        done[child] = builder.add(done[node], cands[rank].token, cands[rank].log_confidence)

@@ -1,0 +1,167 @@
+"""Token trees: an immutable tree, and the builder that grows one.
+
+Node 0 is the root: the last token that the target has emitted but not yet read. A parent always has a smaller index
+than its children, so one pass over the nodes in order sees every ancestor first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from hf_treespec.errors import TreeConfigError
+
+__all__ = ["TokenTree", "TreeBuilder", "TreeLimits"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeLimits:
+    """How large a tree may become.
+
+    Args:
+        max_nodes: drafted nodes, the root not counted; 0 means no draft.
+        max_depth: edges from the root to the deepest leaf.
+        max_children: children of one node.
+    """
+
+    max_nodes: int
+    max_depth: int
+    max_children: int
+
+    def __post_init__(self) -> None:
+        for name, low in (("max_nodes", 0), ("max_depth", 0), ("max_children", 1)):
+            if getattr(self, name) < low:
+                raise TreeConfigError(f"{name}={getattr(self, name)} must be at least {low}")
+
+    def capped(self, *, max_nodes: int | None = None, max_depth: int | None = None) -> TreeLimits:
+        """The same limits, lowered to what a row has room for."""
+        depth = self.max_depth if max_depth is None else max(0, min(self.max_depth, max_depth))
+        nodes = self.max_nodes if max_nodes is None else max(0, min(self.max_nodes, max_nodes))
+        return TreeLimits(max_nodes=nodes if depth else 0, max_depth=depth, max_children=self.max_children)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTree:
+    """An immutable tree of tokens.
+
+    Args:
+        tokens: token id per node; `tokens[0]` is the root.
+        parents: parent index per node; -1 for the root, and `parents[i] < i`.
+
+    Raises:
+        TreeConfigError: if the arrays do not form such a tree, or two siblings carry the same token.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    depths: tuple[int, ...] = field(init=False, repr=False)
+    _children: tuple[dict[int, int], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.tokens or len(self.tokens) != len(self.parents) or self.parents[0] != -1:
+            raise TreeConfigError(
+                f"tokens={self.tokens}, parents={self.parents}: expected two arrays of one length >= 1 "
+                "with parents[0] == -1"
+            )
+        depths = [0]
+        children: list[dict[int, int]] = [{}]
+        for node in range(1, len(self.tokens)):
+            parent, token = self.parents[node], self.tokens[node]
+            if not 0 <= parent < node:
+                raise TreeConfigError(f"parents[{node}]={parent} must lie in [0, {node}): parents come first")
+            if token in children[parent]:
+                raise TreeConfigError(f"node {node}: token {token} is already a child of node {parent}")
+            children[parent][token] = node
+            children.append({})
+            depths.append(depths[parent] + 1)
+        object.__setattr__(self, "depths", tuple(depths))
+        object.__setattr__(self, "_children", tuple(children))
+
+    @classmethod
+    def root_only(cls, token: int) -> TokenTree:
+        """The tree without a draft: one forward of it is a plain decoding step."""
+        return cls((token,), (-1,))
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int]) -> TokenTree:
+        """A single path; `tokens[0]` is the root."""
+        return cls(tuple(tokens), tuple(range(-1, len(tokens) - 1)))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def drafted(self) -> int:
+        """Nodes without the root."""
+        return len(self.tokens) - 1
+
+    @property
+    def max_depth(self) -> int:
+        """Depth of the deepest node."""
+        return max(self.depths)
+
+    def child(self, node: int, token: int) -> int | None:
+        """Index of the child of `node` that carries `token`, or None."""
+        return self._children[node].get(token)
+
+    def children(self, node: int) -> tuple[int, ...]:
+        """Children of `node` in the order in which they were added."""
+        return tuple(self._children[node].values())
+
+    def path_tokens(self, node: int) -> list[int]:
+        """Tokens from the root to `node`, both included."""
+        out = []
+        while node >= 0:
+            out.append(self.tokens[node])
+            node = self.parents[node]
+        return out[::-1]
+
+    def replace_root(self, token: int) -> TokenTree:
+        """The same tree below another root token."""
+        return TokenTree((token, *self.tokens[1:]), self.parents)
+
+
+class TreeBuilder:
+    """A tree that still grows, with a score per node.
+
+    The score of a node is the sum of the log confidences on its path: the estimated log probability that the target
+    accepts the node. It never grows along a path, so the best nodes by score always form a tree.
+
+    Args:
+        root: token id of the root.
+    """
+
+    __slots__ = ("children", "depths", "parents", "scores", "tokens")
+
+    def __init__(self, root: int) -> None:
+        self.tokens = [root]
+        self.parents = [-1]
+        self.depths = [0]
+        self.scores = [0.0]
+        self.children: list[list[int]] = [[]]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def add(self, parent: int, token: int, log_confidence: float) -> int:
+        """Append a child and return its index."""
+        node = len(self.tokens)
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.depths.append(self.depths[parent] + 1)
+        self.scores.append(self.scores[parent] + min(log_confidence, 0.0))
+        self.children[parent].append(node)
+        self.children.append([])
+        return node
+
+    def best(self, count: int) -> list[int]:
+        """The `count` best drafted nodes by score, in index order; ties go to the shallower, then the earlier."""
+        drafted = sorted(range(1, len(self)), key=lambda n: (-self.scores[n], self.depths[n], n))
+        return sorted(drafted[:count])
+
+    def freeze(self, nodes: Iterable[int] | None = None) -> tuple[TokenTree, list[int]]:
+        """The tree of the root and `nodes` (default: all), and the builder index of each of its nodes."""
+        kept = [0, *(range(1, len(self)) if nodes is None else sorted(nodes))]
+        place = {node: i for i, node in enumerate(kept)}
+        parents = tuple(-1 if node == 0 else place[self.parents[node]] for node in kept)
+        return TokenTree(tuple(self.tokens[node] for node in kept), parents), kept

@@ -1,0 +1,93 @@
+"""Gumbel noise attached to absolute positions: the coupling between target, draft and plain decoding.
+
+The noise of (seed, row, position) is one stream of a counter-based generator, with the token id as the counter. So it
+is the same whenever, wherever and in whatever batch shape it is asked for, on every device and torch release. The
+generator is SplitMix64 (Steele, Lea and Flood 2014), whose n-th output is a mix of key + n * gamma.
+
+Sampling with it: argmax(log p + G) follows p if G is i.i.d. standard Gumbel (the Gumbel-max trick).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["GumbelNoise"]
+
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_MIX1 = 0xBF58476D1CE4E5B9
+_MIX2 = 0x94D049BB133111EB
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _mix(value: int) -> int:
+    """SplitMix64's finaliser on one 64-bit integer."""
+    value = ((value ^ (value >> 30)) * _MIX1) & _MASK
+    value = ((value ^ (value >> 27)) * _MIX2) & _MASK
+    return value ^ (value >> 31)
+
+
+def _key(*parts: int) -> int:
+    key = 0
+    for part in parts:
+        key = _mix((key + (part & _MASK) + _GAMMA) & _MASK)
+    return key
+
+
+def _shift_xor_(bits: Tensor, shift: int, scratch: Tensor) -> Tensor:
+    # int64 shifts are arithmetic: the copies of the sign bit are masked off.
+    torch.bitwise_right_shift(bits, shift, out=scratch)
+    scratch.bitwise_and_((1 << (64 - shift)) - 1)
+    return bits.bitwise_xor_(scratch)
+
+
+class GumbelNoise:
+    """Standard Gumbel noise keyed by (seed, row, position).
+
+    Args:
+        seed: integer in [0, 2**63).
+        vocab_size: V, the number of lanes.
+        device: where the noise is made.
+
+    Positions count real tokens of the row from 0, padding not included. Values are float64 (float32 on devices
+    without it) from 52 random bits each: a 24-bit grid would bias rare tokens visibly.
+    """
+
+    def __init__(self, seed: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
+        self.seed = seed
+        self.vocab_size = vocab_size
+        self._device = torch.device(device)
+        self.dtype = torch.float32 if self._device.type == "mps" else torch.float64
+        self._counters = torch.arange(1, vocab_size + 1, device=self._device) * _signed(_GAMMA)
+        self._kept: dict[tuple[int, int], Tensor] = {}
+
+    def at(self, row: int, position: int) -> Tensor:
+        """Noise `[V]` for the token at `position` of `row`; kept until `forget` passes it. Do not write to it."""
+        place = (row, position)
+        noise = self._kept.get(place)
+        if noise is None:
+            noise = self._kept[place] = self._make(_key(self.seed, row, position))
+        return noise
+
+    def forget(self, row: int, position: int) -> None:
+        """Drop what is kept of `row` before `position`."""
+        for place in [p for p in self._kept if p[0] == row and p[1] < position]:
+            del self._kept[place]
+
+    def _make(self, key: int) -> Tensor:
+        bits = self._counters + _signed(key)
+        scratch = torch.empty_like(bits)
+        _shift_xor_(bits, 30, scratch).mul_(_signed(_MIX1))
+        _shift_xor_(bits, 27, scratch).mul_(_signed(_MIX2))
+        _shift_xor_(bits, 31, scratch)
+        # 52 bits and a half: the largest value still differs from 1 in float64, so that no log is infinite.
+        bits.bitwise_right_shift_(12).bitwise_and_((1 << 52) - 1)
+        if self.dtype == torch.float64:
+            uniform = bits.double().add_(0.5).mul_(2.0**-52)
+            return uniform.log_().neg_().log_().neg_()
+        uniform = bits.bitwise_right_shift_(29).float().add_(0.5).mul_(2.0**-23)
+        return uniform.log_().neg_().log_().neg_()

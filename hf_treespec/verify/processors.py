@@ -1,0 +1,102 @@
+"""Logits processors evaluated at tree nodes, each on the true prefix of its node.
+
+The walk visits nodes in the order in which their tokens are emitted. So for a batch that advances in step every
+processor is called exactly as plain decoding calls it: once per emitted token, with the whole batch, in order. That is
+right for any processor, with or without state. Rows of unequal length are allowed only if all processors are pure.
+
+Shapes: B batch rows, L text length with padding, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from hf_treespec import _compat
+
+if TYPE_CHECKING:
+    from transformers import LogitsProcessorList
+
+__all__ = ["NodeScorer", "TextBuffer", "are_length_free", "are_pure"]
+
+
+class TextBuffer(Protocol):
+    """Where the scorer reads the text."""
+
+    def text(self, length: int) -> Tensor:
+        """int64 `[B, length]`: the first `length` ids of every row, prompt padding included."""
+        ...
+
+
+def are_length_free(processors: Sequence[object]) -> bool:
+    """Whether every processor looks at its row of logits only."""
+    return all(type(processor) in _compat.length_free_processors() for processor in processors)
+
+
+def are_pure(processors: Sequence[object]) -> bool:
+    """Whether every processor is known to be a function of its arguments."""
+    return all(type(processor) in _compat.pure_processors() for processor in processors)
+
+
+class NodeScorer:
+    """Turns raw logits of nodes into the scores that plain decoding would choose from.
+
+    Args:
+        processors: the list that `generate` prepared, used as it is.
+        batch_size: B.
+    """
+
+    def __init__(self, processors: LogitsProcessorList, batch_size: int) -> None:
+        self._processors = processors
+        self._batch = batch_size
+        self._length_free = are_length_free(processors)
+
+    @property
+    def length_free(self) -> bool:
+        """Whether scores depend on the logits alone."""
+        return self._length_free
+
+    def scores(self, logits: Mapping[int, Tensor], lengths: Mapping[int, int], buffer: TextBuffer) -> dict[int, Tensor]:
+        """Processed scores of one node per row.
+
+        Args:
+            logits: row -> raw logits `[V]`.
+            lengths: row -> text length before the token to choose.
+            buffer: the text.
+
+        Returns:
+            row -> float32 scores `[V]`, fresh tensors.
+        """
+        # Float32 before any processor, as plain decoding does; the copy keeps processors that write in place harmless.
+        raw = {row: row_logits.to(torch.float32, copy=True) for row, row_logits in logits.items()}
+        if not self._processors:
+            return raw
+        if self._length_free:
+            return dict(zip(raw, self.flat_scores(torch.stack(list(raw.values())), buffer), strict=True))
+        out: dict[int, Tensor] = {}
+        for length in sorted(set(lengths.values())):
+            here = [row for row in raw if lengths[row] == length]
+            # Processors may index by row, so the batch keeps its shape: the other rows lend a copy of some logits.
+            stacked = torch.stack([raw[row] if row in here else raw[here[0]] for row in range(self._batch)])
+            processed = self._processors(buffer.text(length), stacked)
+            out.update({row: processed[row] for row in here})
+        return out
+
+    def flat_scores(self, logits: Tensor, buffer: TextBuffer) -> Tensor:
+        """Processed scores of any number of nodes at once, for a `length_free` list.
+
+        Args:
+            logits: raw logits `[n, V]`.
+            buffer: the text; processors that look at logits alone only want some ids of the right shape.
+
+        Returns:
+            float32 `[n, V]`.
+        """
+        logits = logits.to(torch.float32, copy=True)
+        if not self._processors:
+            return logits
+        ids = buffer.text(1)[:1].expand(logits.shape[0], 1)
+        return self._processors(ids, logits)
