@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation import logits_process as _lp
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
@@ -23,6 +23,7 @@ from transformers.generation.stopping_criteria import (
     MaxTimeCriteria,
     StopStringCriteria,
 )
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.masking_utils import AttentionMaskInterface
 
 from hf_treespec.errors import TreeSpecWarning
@@ -47,6 +48,7 @@ __all__ = [
     "decode_context",
     "decoder_output",
     "embedding_rows",
+    "end_stream",
     "eos_token_ids",
     "is_offloaded",
     "length_free_processors",
@@ -56,9 +58,14 @@ __all__ = [
     "model_forward",
     "overrides_sampling",
     "pad_token_id",
+    "prefill",
+    "prepare_inputs",
+    "process_logits",
     "pure_processors",
     "register_mask_function",
+    "stream",
     "supports_dynamic_cache",
+    "supports_logits_to_keep",
     "switch_attention",
     "vocabulary_size",
     "warn_once",
@@ -123,7 +130,7 @@ def make_cache(config: PreTrainedConfig) -> DynamicCache:
     return DynamicCache(config=config.get_text_config(decoder=True))
 
 
-def supports_dynamic_cache(model: PreTrainedModel) -> bool:
+def supports_dynamic_cache(model: Any) -> bool:
     """Whether `generate` gives this model a `DynamicCache`."""
     return bool(type(model)._supports_default_dynamic_cache())
 
@@ -136,15 +143,16 @@ def is_offloaded(cache: Cache) -> bool:
 # --- generation ----------------------------------------------------------------------------------------------------
 
 
-def decode_context(model: PreTrainedModel) -> AbstractContextManager[None]:
+def decode_context(model: Any) -> AbstractContextManager[None]:
     """What `generate` wraps around its decoding forwards (it switches the experts of MoE models)."""
     return model._optimize_model_for_decode()  # type: ignore[no-any-return]
 
 
 def decoder_output(*, cache: Cache | None, **fields: Any) -> Any:
     """The output class of plain decoding; its cache field is "cache" since 5.24, "past_key_values" before."""
-    names = inspect.signature(GenerateDecoderOnlyOutput).parameters
-    return GenerateDecoderOnlyOutput(**fields, **{"cache" if "cache" in names else "past_key_values": cache})
+    make: Any = GenerateDecoderOnlyOutput
+    names = inspect.signature(make).parameters
+    return make(**fields, **{"cache" if "cache" in names else "past_key_values": cache})
 
 
 def pad_token_id(generation_config: GenerationConfig) -> int | None:
@@ -155,7 +163,7 @@ def pad_token_id(generation_config: GenerationConfig) -> int | None:
 
 def overrides_sampling(model: PreTrainedModel) -> bool:
     """Whether the class of the model has a sampling loop of its own."""
-    base = getattr(type(model), "_treespec_base", type(model))
+    base: Any = getattr(type(model), "_treespec_base", type(model))
     return not base._sample.__qualname__.startswith("GenerationMixin.")
 
 
@@ -186,6 +194,36 @@ def mask_length(generation_config: GenerationConfig, attention_mask: Tensor | No
     return getattr(generation_config, "_mask_length", None)
 
 
+def supports_logits_to_keep(model: Any) -> bool:
+    """Whether the forward can leave out logits."""
+    return bool(model._supports_logits_to_keep())
+
+
+def prefill(model: Any, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> Any:
+    """The prefill of plain decoding: chunking, passed-in caches and multimodal inputs included."""
+    return model._prefill(input_ids, generation_config, model_kwargs)
+
+
+def prepare_inputs(model: Any, input_ids: Tensor, **model_kwargs: Any) -> dict[str, Any]:
+    """Inputs of a decoding forward, by the model's own rules."""
+    return model.prepare_inputs_for_generation(input_ids, **model_kwargs)  # type: ignore[no-any-return]
+
+
+def process_logits(processors: Any, input_ids: Tensor, scores: Tensor) -> Tensor:
+    """Run a list of logits processors."""
+    return processors(input_ids, scores)  # type: ignore[no-any-return]
+
+
+def stream(streamer: Any, tokens: Tensor) -> None:
+    """One step to a streamer."""
+    streamer.put(tokens)
+
+
+def end_stream(streamer: Any) -> None:
+    """Tell a streamer that the text is complete."""
+    streamer.end()
+
+
 def model_forward(
     model: PreTrainedModel,
     *,
@@ -211,7 +249,7 @@ def model_forward(
     extra: dict[str, Any] = {}
     if cache is not None:
         extra[cache_kwarg(model)] = cache
-    if logits_to_keep and model._supports_logits_to_keep():
+    if logits_to_keep and supports_logits_to_keep(model):
         extra["logits_to_keep"] = logits_to_keep
     if position_ids is not None:
         extra["position_ids"] = position_ids
@@ -229,7 +267,8 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 
 def embedding_rows(model: PreTrainedModel) -> int:
     """Token ids that the model can read."""
-    return int(model.get_input_embeddings().weight.shape[0])
+    table: Any = model.get_input_embeddings()
+    return int(table.weight.shape[0])
 
 
 def _classes(*names: str) -> frozenset[type]:

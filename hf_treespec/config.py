@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -154,7 +154,9 @@ class TreeConfig:
         if source.is_dir():
             source = source / CONFIG_NAME
         if not source.is_file():
-            raise FileNotFoundError(f"{source}: no such file; expected {CONFIG_NAME} in a folder, or a .json/.yaml file")
+            raise FileNotFoundError(
+                f"{source}: no such file; expected {CONFIG_NAME} in a folder, or a .json/.yaml file"
+            )
         reader = _READERS.get(source.suffix)
         if reader is None:
             raise TreeConfigError(f"{source}: expected a name ending in one of {', '.join(_READERS)}")
@@ -165,4 +167,4 @@ class TreeConfig:
         return cls.from_dict(data)
 
 
-_READERS = {".json": json.loads, ".yaml": yaml.safe_load, ".yml": yaml.safe_load}
+_READERS: dict[str, Callable[[str], Any]] = {".json": json.loads, ".yaml": yaml.safe_load, ".yml": yaml.safe_load}

@@ -27,7 +27,8 @@ class AutoTreeSpecModelForCausalLM:
         Raises:
             UnsupportedModelError: if the model cannot take a tree.
         """
-        return enable(AutoModelForCausalLM.from_pretrained(*args, **kwargs))
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(*args, **kwargs)
+        return enable(model)
 
     @classmethod
     def from_config(cls, *args: Any, **kwargs: Any) -> PreTrainedModel:
@@ -36,4 +37,5 @@ class AutoTreeSpecModelForCausalLM:
         Raises:
             UnsupportedModelError: if the model cannot take a tree.
         """
-        return enable(AutoModelForCausalLM.from_config(*args, **kwargs))
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return enable(model)

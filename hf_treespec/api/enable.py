@@ -51,8 +51,7 @@ for _name in HOOKS:
 
 
 def _rebuild(base: type) -> Any:
-    cls = _tree_class(base)
-    return cls.__new__(cls)
+    return object.__new__(_tree_class(base))
 
 
 def _tree_class(base: type) -> type:

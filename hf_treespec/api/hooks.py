@@ -26,7 +26,13 @@ _MODES = (
     _compat.GenerationMode.ASSISTED_GENERATION,
 )
 # Other speculation of transformers that the call cannot mean at the same time.
-_RIVALS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "speculation_type", "assistant_ensemble_weight")
+_RIVALS = (
+    "prompt_lookup_num_tokens",
+    "assistant_early_exit",
+    "use_mtp",
+    "speculation_type",
+    "assistant_ensemble_weight",
+)
 
 
 def _extract_mode_kwargs(

@@ -74,7 +74,9 @@ def is_supported(model: Any) -> Support:
     if static is not None:
         return _refuse(static)
     if any(p.device.type == "meta" for p in inner.parameters()):
-        return Support(True, "mask", "by class, config and cache layers; not probed, parameters are on the meta device")
+        return Support(
+            True, "mask", "by class, config and cache layers; not probed, parameters are on the meta device"
+        )
     with _LOCK:
         key = _key(inner)
         if key not in _ANSWERS:

@@ -112,8 +112,8 @@ def _tree_mask(
     rows, queries = context.depths_BQ.shape
     if (batch_size, q_length) != (rows, queries):
         raise TreeSpecError(
-            f"a mask for batch {batch_size} and {q_length} queries was asked for during a tree forward of batch {rows} "
-            f"and {queries} nodes; the model builds masks for other inputs than its tokens and cannot take a tree"
+            f"a mask for batch {batch_size} and {q_length} queries was asked for during a tree forward of batch "
+            f"{rows} and {queries} nodes; the model builds masks for other inputs than its tokens and cannot take a tree"
         )
     base, slots = context.base, context.slot_depths_BM.shape[1]
     key_K = torch.arange(kv_length, device=device) + kv_offset

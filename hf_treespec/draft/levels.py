@@ -71,7 +71,9 @@ class LevelReader:
         # Builder index of each node of the frozen trees, set when growth has ended.
         self.kept: list[list[int]] = []
 
-    def expand(self, builders: Sequence[TreeBuilder], frontier: Sequence[Sequence[int]]) -> list[list[list[Candidate]]]:
+    def expand(
+        self, builders: Sequence[TreeBuilder], frontier: Sequence[Sequence[int]]
+    ) -> list[list[list[Candidate]]]:
         """Candidates below the frontier of every row, from one forward; see `Expander`."""
         at_root = not any(self._slot_of)
         wanted = [self._fresh[row] if nodes and at_root else nodes for row, nodes in enumerate(frontier)]
@@ -123,9 +125,7 @@ class LevelReader:
         above = len(self._fresh[row]) - 1
         for node in nodes:
             parent = self._slot_of[row][builder.parents[node]]
-            self._slot_of[row][node] = self._add_slot(
-                row, above + builder.depths[node], self._visible[row][parent]
-            )
+            self._slot_of[row][node] = self._add_slot(row, above + builder.depths[node], self._visible[row][parent])
         return [builder.tokens[node] for node in nodes]
 
     def _rank(self, row: int, builder: TreeBuilder, nodes: Sequence[int], logits: Tensor) -> list[list[Candidate]]:

@@ -158,7 +158,8 @@ class ModelDraft:
         """
         scores = logits_RV.to(torch.float32, copy=True)
         if self._processors:
-            scores = self._processors(torch.zeros((scores.shape[0], 1), dtype=torch.long, device=scores.device), scores)
+            ids = torch.zeros((scores.shape[0], 1), dtype=torch.long, device=scores.device)
+            scores = _compat.process_logits(self._processors, ids, scores)
         if any(n is not None for n in noise):
             rows = [torch.zeros(scores.shape[1]) if n is None else n[: scores.shape[1]].to(scores) for n in noise]
             scores = scores + torch.stack(rows)

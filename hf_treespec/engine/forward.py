@@ -61,9 +61,7 @@ class TargetForward:
         device = self._last_positions.device
         layout = layout_trees(trees, device)
         nodes = layout.nodes
-        positions = node_positions(
-            self._last_positions, torch.tensor(ahead, device=device)[:, None], layout.depths_BN
-        )
+        positions = node_positions(self._last_positions, torch.tensor(ahead, device=device)[:, None], layout.depths_BN)
         # A root alone is an ordinary decoding step: the model's own mask serves, and the step costs what plain costs.
         context = None
         if nodes > 1:
@@ -73,13 +71,14 @@ class TargetForward:
                 slot_depths_BM=layout.depths_BN,
                 visible_BQM=layout.ancestors_BNN(),
             )
-        inputs = self._model.prepare_inputs_for_generation(
+        inputs = _compat.prepare_inputs(
+            self._model,
             layout.tokens_BN,
             attention_mask=self._cache.mask(nodes, self._prompt_mask, device),
             position_ids=positions,
             **{self._cache_kwarg: self._cache.cache},
             **self._token_kinds(nodes),
-            **({"logits_to_keep": 0} if self._model._supports_logits_to_keep() else {}),
+            **({"logits_to_keep": 0} if _compat.supports_logits_to_keep(self._model) else {}),
         )
         with tree_forward_context(context):
             outputs = self._model(**inputs, return_dict=True)

@@ -134,7 +134,7 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
     draft = _make_draft(request, vocab)
     stats.draft = draft.name
 
-    outputs = model._prefill(request.input_ids, generation, request.model_kwargs)
+    outputs = _compat.prefill(model, request.input_ids, generation, request.model_kwargs)
     cache = _compat.cache_from_outputs(outputs)
     check_cache(cache)
     last_logits = outputs.logits[:, -1].to(request.input_ids.device, copy=True)
@@ -159,7 +159,9 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
         position_limit=learned_position_limit(
             model, getattr(model.config.get_text_config(), "max_position_embeddings", None)
         ),
-        batched_choice=last_logits.device.type != "cpu" and not keep_scores and are_length_free(request.logits_processor),
+        batched_choice=last_logits.device.type != "cpu"
+        and not keep_scores
+        and are_length_free(request.logits_processor),
     )
     try:
         with _compat.decode_context(model):
@@ -170,13 +172,14 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
     finally:
         stats.draft_forward_seconds = getattr(draft, "forward_seconds", 0.0)
     if request.streamer is not None:
-        request.streamer.end()
+        _compat.end_stream(request.streamer)
     sequences = text.sequences()
     if not wants_dict:
         return sequences
-    return _compat.decoder_output(
+    output: GenerateOutput = _compat.decoder_output(
         sequences=sequences, scores=text.steps("scores"), logits=text.steps("logits"), cache=cache
     )
+    return output
 
 
 def _noise(model: PreTrainedModel, config: TreeConfig, vocab: int) -> GumbelNoise:

@@ -58,8 +58,8 @@ class Prompt:
             )
         if past >= physical:
             raise UnsupportedCallError(
-                f"the cache holds {past} tokens and input_ids with the attention_mask describe {physical}: at least one "
-                "token must be new. Pass the full ids and mask, or crop the cache to fewer tokens than the prompt"
+                f"the cache holds {past} tokens and input_ids with the attention_mask describe {physical}: at least "
+                "one token must be new. Pass the full ids and mask, or crop the cache to fewer tokens than the prompt"
             )
         if mask is not None and bool((mask != 0).all()):
             mask = None

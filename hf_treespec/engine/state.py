@@ -147,7 +147,7 @@ class GrowingText:
         for row in self._ended(tokens):
             self.finished[row] = True
         if self._streamer is not None:
-            self._streamer.put(torch.tensor([self._new[row][-1] for row in range(len(self._new))]))
+            _compat.stream(self._streamer, torch.tensor([new[-1] for new in self._new]))
         if self._in_step:
             # Ended rows go on with the others: with padding, or without an eos criterion with text, as in plain.
             return set() if all(self.finished) else set(tokens)
@@ -172,7 +172,8 @@ class GrowingText:
         for row in tokens:
             if not self.finished[row]:
                 text = self.text(self.length(row))[row : row + 1]
-                if any([bool(criterion(text, None).all()) for criterion in rules.others]):
+                verdicts = [bool(criterion(text, None).all()) for criterion in rules.others]
+                if any(verdicts):
                     ended.add(row)
         return ended
 

@@ -59,7 +59,9 @@ class NodeScorer:
         """Whether scores depend on the logits alone."""
         return self._length_free
 
-    def scores(self, logits: Mapping[int, Tensor], lengths: Mapping[int, int], buffer: TextBuffer) -> dict[int, Tensor]:
+    def scores(
+        self, logits: Mapping[int, Tensor], lengths: Mapping[int, int], buffer: TextBuffer
+    ) -> dict[int, Tensor]:
         """Processed scores of one node per row.
 
         Args:
@@ -81,7 +83,7 @@ class NodeScorer:
             here = [row for row in raw if lengths[row] == length]
             # Processors may index by row, so the batch keeps its shape: the other rows lend a copy of some logits.
             stacked = torch.stack([raw[row] if row in here else raw[here[0]] for row in range(self._batch)])
-            processed = self._processors(buffer.text(length), stacked)
+            processed = _compat.process_logits(self._processors, buffer.text(length), stacked)
             out.update({row: processed[row] for row in here})
         return out
 
@@ -99,4 +101,4 @@ class NodeScorer:
         if not self._processors:
             return logits
         ids = buffer.text(1)[:1].expand(logits.shape[0], 1)
-        return self._processors(ids, logits)
+        return _compat.process_logits(self._processors, ids, logits)

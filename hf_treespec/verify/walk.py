@@ -75,14 +75,14 @@ class Decider:
         batch, nodes, vocab = logits_BNV.shape
         scores_BNV = self._scorer.flat_scores(logits_BNV.reshape(-1, vocab), state).view(batch, nodes, vocab)
         if self._noise is None:
-            return scores_BNV.argmax(-1).tolist()  # type: ignore[no-any-return]
+            return scores_BNV.argmax(-1).tolist()
         chosen = []
         for row, tree in enumerate(trees):
             first = state.position(row)
             noise_DV = torch.stack([self._noise.at(row, first + depth) for depth in range(tree.max_depth + 1)])
             depths_N = torch.tensor([*tree.depths, *[0] * (nodes - len(tree))], device=noise_DV.device)
             chosen.append((scores_BNV[row] + noise_DV[depths_N]).argmax(-1))
-        return torch.stack(chosen).tolist()  # type: ignore[no-any-return]
+        return torch.stack(chosen).tolist()
 
 
 def walk_trees(
@@ -120,9 +120,7 @@ def walk_trees(
         else:
             tokens, scores = {row: choices[row][node] for row, node in at.items()}, {}
         going = state.emit(tokens, scores, logits)
-        below = {
-            row: child for row, node in at.items() if (child := trees[row].child(node, tokens[row])) is not None
-        }
+        below = {row: child for row, node in at.items() if (child := trees[row].child(node, tokens[row])) is not None}
         if in_step:
             at = below if len(below) == len(at) and going == set(at) else {}
         else:

@@ -1,0 +1,74 @@
+# Every target sets up what it needs; `make demo` and `make test` work on a machine with Python >= 3.11, make and pip.
+# PYTHON=/path/to/python3 chooses the interpreter, PYTEST_ARGS adds arguments to the test runs.
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-517 real-model demo test test-517 lint format types contracts fast slow slow-part gpu clean
+
+# Two workers fit the smallest machine that this is tested on, and each starts with seconds of imports.
+WORKERS ?= 2
+PYTEST_ARGS ?=
+# Which seventh of the slow tests to run, K/7.
+SLOW_PART ?= 0/7
+FAST := -m "not slow and not gpu"
+CODE := hf_treespec kernels tests evals configs
+
+export HF_HUB_OFFLINE := 1
+
+help:
+	@echo "make demo        one prompt, plain and with tree speculation, on a real model"
+	@echo "make test        lint, types, contracts and the fast tests (transformers 5.24)"
+	@echo "make test-517    the fast tests on transformers 5.17, the oldest supported one"
+	@echo "make fast | lint | format | types | contracts    one part of make test"
+	@echo "make slow        all slow tests;  make slow-part SLOW_PART=K/7  one seventh of them"
+	@echo "make gpu         the tests that need a CUDA device"
+	@echo "make real-model  convert SmolLM2-135M once (demo and tests do it on their own)"
+	@echo "make clean       remove environments, caches and build folders"
+
+setup:
+	@sh scripts/setup.sh .venv tf524 cli,dev
+
+setup-517:
+	@sh scripts/setup.sh .venv-517 tf517 cli,test
+
+real-model: setup
+	.venv/bin/python evals/real_model.py
+
+demo: setup
+	.venv/bin/python evals/demo.py
+
+test: lint types contracts fast
+
+lint: setup
+	.venv/bin/ruff check $(CODE)
+	.venv/bin/ruff format --check $(CODE)
+
+format: setup
+	.venv/bin/ruff check --fix $(CODE)
+	.venv/bin/ruff format $(CODE)
+
+types: setup
+	.venv/bin/mypy
+
+contracts: setup
+	.venv/bin/lint-imports
+
+fast: setup
+	.venv/bin/pytest $(FAST) -n $(WORKERS) $(PYTEST_ARGS)
+
+test-517: setup-517
+	.venv-517/bin/pytest $(FAST) -n $(WORKERS) $(PYTEST_ARGS)
+
+slow: setup
+	.venv/bin/pytest -m "slow and not gpu" $(PYTEST_ARGS)
+
+# pytest leaves with 5 when nothing is selected, which a seventh of few tests may well be.
+slow-part: setup
+	.venv/bin/pytest -m "slow and not gpu" --slow-part $(SLOW_PART) $(PYTEST_ARGS) || [ $$? -eq 5 ]
+
+gpu: setup
+	.venv/bin/pytest -m gpu $(PYTEST_ARGS)
+
+clean:
+	rm -rf .venv .venv-517 .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find hf_treespec kernels tests evals configs -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,154 @@
+"""`treespec doctor`: whether a model takes a tree, by which route, and what that rests on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hf_treespec.cli.faults import EXIT_REFUSED, UsageFault, faults_reported
+from hf_treespec.cli.options import AttnOption, DeviceOption, DtypeOption, JsonOption, to_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from hf_treespec.cli.models import LoadOptions
+
+__all__ = ["doctor"]
+
+_ARGUMENT = "MODEL_OR_CONFIG"
+# In this order, and all of them in every answer: whoever reads the JSON need not ask which are there.
+_FACTS = (
+    "class",
+    "ok",
+    "route",
+    "reason",
+    "cache_layers",
+    "attention",
+    "attention_takes_trees",
+    "vocabulary",
+    "learned_positions",
+    "dtype",
+    "weights",
+)
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+
+
+def doctor(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar=_ARGUMENT,
+            help="Folder of a model or its name on the hub; or a config.json, or a folder with nothing else.",
+        ),
+    ],
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    attn: AttnOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say whether a model takes a tree, and why. Exit code 0: yes, 1: no, 2: it cannot be looked at.
+
+    With weights, a small tree is run and compared with its paths. Without, the answer rests on class and config.
+    """
+    with faults_reported():
+        from hf_treespec.cli.models import LoadOptions
+
+        facts = _examine(model, LoadOptions(dtype=dtype, device=device, attention=attn))
+    if as_json:
+        typer.echo(to_json(facts))
+    else:
+        for name, value in facts.items():
+            typer.echo(f"{name:23}{_shown(value)}")
+    if not facts["ok"]:
+        raise typer.Exit(EXIT_REFUSED)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{count} x {name}" for name, count in value.items()) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "none" if value is None else str(value)
+
+
+def _examine(name: str, options: LoadOptions) -> dict[str, Any]:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    from hf_treespec.cli.models import LOAD_ERRORS, check_path, load_model
+
+    check_path(name, _ARGUMENT)
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except LOAD_ERRORS as error:
+        raise UsageFault(_ARGUMENT, f"{name}: no config of a model can be read: {error}") from error
+    facts: dict[str, Any] = {"model": name, "model_type": config.model_type, **dict.fromkeys(_FACTS)}
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        # Not a usage error: the question was understood, and the answer is no.
+        reason = f"transformers has no causal language model for {type(config).__name__}"
+        return {**facts, "cache_layers": {}, "ok": False, "route": "refuse", "reason": reason}
+    with_weights = _has_weights(name)
+    model = load_model(name, _ARGUMENT, options) if with_weights else _skeleton(config, name, options)
+    return {**facts, **_facts(model), "weights": "loaded" if with_weights else "none"}
+
+
+def _has_weights(name: str) -> bool:
+    path = Path(name)
+    if path.is_file():
+        return False
+    # A name on the hub is taken to have weights.
+    return not path.is_dir() or any(next(path.glob(pattern), None) for pattern in _WEIGHTS)
+
+
+def _skeleton(config: PreTrainedConfig, name: str, options: LoadOptions) -> PreTrainedModel:
+    """The model without memory for its weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from hf_treespec.cli.models import LOAD_ERRORS
+
+    keywords = options.keywords()
+    if keywords["dtype"] == "auto":
+        # Only `from_pretrained` knows "auto"; a skeleton has the type that its config names.
+        del keywords["dtype"]
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **keywords)  # type: ignore[no-untyped-call]
+    except LOAD_ERRORS as error:
+        raise UsageFault(_ARGUMENT, f"{name}: no model can be made of this config: {error}") from error
+    return model
+
+
+def _facts(model: PreTrainedModel) -> dict[str, Any]:
+    from hf_treespec import _compat, is_supported
+    from hf_treespec.attention import learned_position_limit
+
+    support = is_supported(model)
+    text_config = model.config.get_text_config()
+    attention = _compat.attention_implementation(model)
+    return {
+        "class": type(model).__name__,
+        "ok": support.ok,
+        "route": support.route,
+        "reason": support.reason,
+        "cache_layers": _cache_layers(model),
+        "attention": attention,
+        "attention_takes_trees": attention in _compat.MASK_IMPLEMENTATIONS,
+        "vocabulary": _compat.vocabulary_size(model),
+        "learned_positions": learned_position_limit(model, getattr(text_config, "max_position_embeddings", None)),
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+
+
+def _cache_layers(model: PreTrainedModel) -> dict[str, int]:
+    """How many cache layers there are of each class."""
+    from hf_treespec import _compat
+
+    try:
+        layers = getattr(_compat.make_cache(model.config), "layers", [])
+    except (AttributeError, KeyError, TypeError, ValueError):
+        # A refused model need not have such a cache at all.
+        return {}
+    return dict(Counter(type(layer).__name__ for layer in layers))

@@ -1,0 +1,139 @@
+"""Loading models and tokenizers, and turning prompts into token ids."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from hf_treespec.cli.faults import UsageFault, one_line
+
+__all__ = ["LOAD_ERRORS", "LoadOptions", "check_path", "encode", "load_model", "load_tokenizer", "pad_arguments"]
+
+_DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+# What `from_pretrained` raises over a wrong name, a broken file, a missing package or an unknown attention.
+LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How to load a model; checked when it is made, before anything is read.
+
+    Args:
+        dtype: one of the names that `--dtype` takes.
+        device: a torch device, or "auto".
+        attention: attention implementation, None for the model's default.
+
+    Raises:
+        UsageFault: naming the option.
+    """
+
+    dtype: str = "auto"
+    device: str = "auto"
+    attention: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _DTYPES:
+            raise UsageFault("--dtype", f"{self.dtype!r}: expected one of {', '.join(_DTYPES)}")
+        self.torch_device()
+
+    def torch_device(self) -> torch.device:
+        """The device, with "auto" resolved."""
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            device = torch.device(self.device)
+        except RuntimeError as error:
+            raise UsageFault("--device", f"{self.device!r}: {one_line(error)}") from error
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise UsageFault("--device", f"{self.device!r}: torch sees {torch.cuda.device_count()} CUDA devices")
+        return device
+
+    def keywords(self) -> dict[str, Any]:
+        """Keywords of `from_pretrained` and `from_config`; "auto" leaves the type to the saved config."""
+        keywords: dict[str, Any] = {"dtype": self.dtype if self.dtype == "auto" else getattr(torch, self.dtype)}
+        if self.attention is not None:
+            keywords["attn_implementation"] = self.attention
+        return keywords
+
+
+def check_path(name: str, argument: str) -> None:
+    """Refuse a path that is not there, before transformers takes it for a name on the hub.
+
+    Raises:
+        UsageFault: naming the argument.
+    """
+    path = Path(name).expanduser()
+    if (path.is_absolute() or name.startswith(".")) and not path.exists():
+        raise UsageFault(argument, f"{name}: no such file or folder")
+
+
+def load_model(name: str, argument: str, options: LoadOptions) -> PreTrainedModel:
+    """A causal language model in evaluation mode on its device.
+
+    Raises:
+        UsageFault: naming the argument, if it cannot be loaded.
+    """
+    check_path(name, argument)
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, **options.keywords())
+    except LOAD_ERRORS as error:
+        raise UsageFault(argument, f"{name} cannot be loaded: {error}") from error
+    # Its stubs take no device here, and eval() is untyped.
+    module: torch.nn.Module = model
+    module.to(options.torch_device()).train(False)
+    return model
+
+
+def load_tokenizer(name: str, argument: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model.
+
+    Raises:
+        UsageFault: naming the argument, if it cannot be loaded.
+    """
+    check_path(name, argument)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
+    except LOAD_ERRORS as error:
+        raise UsageFault(argument, f"the tokenizer of {name} cannot be loaded: {error}") from error
+    return tokenizer
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool, argument: str) -> dict[str, torch.Tensor]:
+    """Inputs of `generate` for one prompt, batch 1, on the CPU.
+
+    Args:
+        tokenizer: the tokenizer of the model.
+        text: the prompt.
+        chat: whether it goes through the chat template as a user's message.
+        argument: whom to name if it cannot be done.
+
+    Raises:
+        UsageFault: without a chat template, or for a prompt of no tokens.
+    """
+    if chat:
+        if not tokenizer.chat_template:
+            raise UsageFault(argument, "the tokenizer has no chat template; pass --raw")
+        message = [{"role": "user", "content": text}]
+        inputs: Any = tokenizer.apply_chat_template(
+            message, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        inputs = tokenizer(text, return_tensors="pt")
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    if ids.shape[1] == 0:
+        raise UsageFault(argument, "the prompt has no tokens")
+    return {"input_ids": ids.long(), "attention_mask": mask.long()}
+
+
+def pad_arguments(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """A pad id for `generate`, which otherwise logs at every call that it takes the end of text for one."""
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    return {} if pad is None else {"pad_token_id": pad}

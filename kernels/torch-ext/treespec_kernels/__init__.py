@@ -1,0 +1,8 @@
+"""Triton kernels for tree speculative decoding.
+
+The package needs torch alone to be imported; triton is imported by the first launch.
+"""
+
+from .commit import commit_rows_, commit_rows_reference_
+
+__all__ = ["commit_rows_", "commit_rows_reference_"]

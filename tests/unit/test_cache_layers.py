@@ -1,0 +1,81 @@
+"""Which caches are refused, by the exact class of their layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, cache_utils
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, StaticCache
+
+from hf_treespec import UnsupportedCallError
+from hf_treespec.cache import RowCache, check_cache, layer_kind
+
+CONFIG = LlamaConfig(
+    vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
+)
+
+
+class OwnLayer(DynamicLayer):
+    """A subclass may keep more than its parent."""
+
+
+def bare(name: str) -> Any:
+    """A layer of that class without its constructor, which may want a package that is not here."""
+    cls = getattr(cache_utils, name)
+    return cls.__new__(cls)
+
+
+KNOWN_LAYERS = sorted(
+    name
+    for name, cls in vars(cache_utils).items()
+    if isinstance(cls, type)
+    and (name.endswith("Layer") or name.endswith("LayerMixin"))
+    and name not in ("DynamicLayer", "DynamicSlidingWindowLayer")
+    and not getattr(cls, "__abstractmethods__", None)
+)
+
+
+def test_two_classes_take_a_tree() -> None:
+    both = [DynamicLayer(), DynamicSlidingWindowLayer(4)]
+    assert [layer_kind(layer) for layer in both] == ["dense", "sliding"]
+    for cache in (Cache(layers=both), DynamicCache(), DynamicCache(config=CONFIG)):
+        check_cache(cache)
+        RowCache(cache, [0])
+
+
+@pytest.mark.parametrize("name", KNOWN_LAYERS)
+def test_every_other_class_of_transformers_is_refused_by_name(name: str) -> None:
+    layer = bare(name)
+    assert layer_kind(layer) is None
+    with pytest.raises(UnsupportedCallError, match=f"cache layers of class {name} cannot take a tree"):
+        check_cache(Cache(layers=[DynamicLayer(), layer]))
+
+
+def test_the_list_above_holds_the_classes_that_matter() -> None:
+    assert {
+        "StaticLayer",
+        "StaticSlidingWindowLayer",
+        "QuantoQuantizedLayer",
+        "HQQQuantizedLayer",
+        "LinearAttentionLayer",
+        "LinearAttentionAndFullAttentionLayer",
+        "DynamicIndexedLayer",
+    } <= set(KNOWN_LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("cache", "message"),
+    [
+        (StaticCache(config=CONFIG, max_cache_len=16), "class StaticLayer cannot take a tree"),
+        (Cache(layers=[OwnLayer(), OwnLayer()]), "class OwnLayer cannot"),
+        (DynamicCache(config=CONFIG, offloading=True), "an offloaded cache"),
+        (((None, None),), "cache of type tuple: expected a transformers Cache"),
+        (None, "cache of type NoneType"),
+    ],
+)
+def test_caches_that_cannot_give_back_a_node_are_refused(cache: Any, message: str) -> None:
+    with pytest.raises(UnsupportedCallError, match=message):
+        check_cache(cache)
+    with pytest.raises(UnsupportedCallError, match=message):
+        RowCache(cache, [0])
