@@ -22,6 +22,7 @@ from tiny import draft, prompt, treed, vocabulary
 _CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large]
 # The fast set draws the same examples each time; the slow one looks further.
 FAST = settings(max_examples=10, deadline=None, derandomize=True, database=None, suppress_health_check=_CHECKS)
+FEW = settings(FAST, max_examples=4)
 SLOW = settings(max_examples=150, deadline=None, database=None, print_blob=True, suppress_health_check=_CHECKS)
 
 SAMPLING: tuple[dict[str, Any], ...] = (

@@ -19,8 +19,11 @@ def layer_kind(layer: Any) -> str | None:
     return _KINDS.get(type(layer))
 
 
-def check_cache(cache: Any) -> None:
+def check_cache(cache: Any) -> _compat.Cache:
     """Refuse caches that cannot give back a rejected node.
+
+    Returns:
+        The cache.
 
     Raises:
         UnsupportedCallError: naming the class that is in the way.
@@ -38,3 +41,4 @@ def check_cache(cache: Any) -> None:
             f"cache layers of class {', '.join(odd)} cannot take a tree; expected "
             f"{', '.join(kind.__name__ for kind in _KINDS)}. Leave out cache_implementation, or pass a DynamicCache"
         )
+    return cache

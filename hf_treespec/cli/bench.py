@@ -201,6 +201,7 @@ def _prepare(
 def _measure(
     runner: Bench, prompts: dict[str, list[dict[str, Tensor]]], settings: dict[str, Any], csv: Path | None
 ) -> list[Row]:
+    from hf_treespec.cli.models import quiet_transformers
     from hf_treespec.cli.progress import progress_bar
     from hf_treespec.cli.rows import RowWriter
 
@@ -216,6 +217,7 @@ def _measure(
             except OSError as error:
                 raise UsageFault("--csv", f"{csv} cannot be written: {one_line(error)}") from error
         bar = stack.enter_context(progress_bar(calls, "bench"))
+        stack.enter_context(quiet_transformers())
         first = next(iter(prompts.values()))[0]
         for _ in range(settings["warmup"]):
             runner.warm_up(first, bar.update)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_treespec.cli.faults import EXIT_REFUSED, UsageFault, faults_reported
+from hf_treespec.cli.faults import EXIT_REFUSED, faults_reported
 from hf_treespec.cli.options import AttnOption, DeviceOption, DtypeOption, JsonOption, to_json
 
 if TYPE_CHECKING:
@@ -77,13 +77,11 @@ def _shown(value: Any) -> str:
 def _examine(name: str, options: LoadOptions) -> dict[str, Any]:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-    from hf_treespec.cli.models import LOAD_ERRORS, check_path, load_model
+    from hf_treespec.cli.models import check_path, load_model, loading
 
     check_path(name, _ARGUMENT)
-    try:
+    with loading(_ARGUMENT, f"{name}: no config of a model can be read"):
         config = AutoConfig.from_pretrained(name)
-    except LOAD_ERRORS as error:
-        raise UsageFault(_ARGUMENT, f"{name}: no config of a model can be read: {error}") from error
     facts: dict[str, Any] = {"model": name, "model_type": config.model_type, **dict.fromkeys(_FACTS)}
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         # Not a usage error: the question was understood, and the answer is no.
@@ -107,17 +105,14 @@ def _skeleton(config: PreTrainedConfig, name: str, options: LoadOptions) -> PreT
     import torch
     from transformers import AutoModelForCausalLM
 
-    from hf_treespec.cli.models import LOAD_ERRORS
+    from hf_treespec.cli.models import loading
 
     keywords = options.keywords()
     if keywords["dtype"] == "auto":
         # Only `from_pretrained` knows "auto"; a skeleton has the type that its config names.
         del keywords["dtype"]
-    try:
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **keywords)  # type: ignore[no-untyped-call]
-    except LOAD_ERRORS as error:
-        raise UsageFault(_ARGUMENT, f"{name}: no model can be made of this config: {error}") from error
+    with loading(_ARGUMENT, f"{name}: no model can be made of this config"), torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **keywords)  # type: ignore[no-untyped-call]
     return model
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,18 @@ from transformers.utils import logging as transformers_logging
 
 from hf_treespec.cli.faults import UsageFault, one_line
 
-__all__ = ["LOAD_ERRORS", "LoadOptions", "check_path", "encode", "load_model", "load_tokenizer", "pad_arguments"]
+__all__ = [
+    "LoadOptions",
+    "check_path",
+    "encode",
+    "load_model",
+    "load_tokenizer",
+    "loading",
+    "pad_arguments",
+    "quiet_transformers",
+]
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-# What `from_pretrained` raises over a wrong name, a broken file, a missing package or an unknown attention.
-LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +82,37 @@ def check_path(name: str, argument: str) -> None:
         raise UsageFault(argument, f"{name}: no such file or folder")
 
 
+@contextmanager
+def loading(argument: str, trouble: str) -> Iterator[None]:
+    """Report whatever goes wrong inside as a fault of the argument.
+
+    Files of others are read here, by code of others: safetensors, the hub client and the model classes all raise
+    errors of their own, several of them straight from `Exception`.
+
+    Args:
+        argument: whom to name.
+        trouble: what could not be done.
+
+    Raises:
+        UsageFault: with the name and text of the error.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise UsageFault(argument, f"{trouble}: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Only errors are logged inside; transformers' assisted decoding warns about a call that it makes itself."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
 def load_model(name: str, argument: str, options: LoadOptions) -> PreTrainedModel:
     """A causal language model in evaluation mode on its device.
 
@@ -82,13 +122,12 @@ def load_model(name: str, argument: str, options: LoadOptions) -> PreTrainedMode
     check_path(name, argument)
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
+    with loading(argument, f"{name} cannot be loaded"):
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, **options.keywords())
-    except LOAD_ERRORS as error:
-        raise UsageFault(argument, f"{name} cannot be loaded: {error}") from error
-    # Its stubs take no device here, and eval() is untyped.
-    module: torch.nn.Module = model
-    module.to(options.torch_device()).train(False)
+    # Its own stubs take no device here and leave eval() untyped.
+    module: torch.nn.Module = model.train(False)
+    with loading("--device", f"{name} cannot be moved to {options.device}"):
+        module.to(options.torch_device())
     return model
 
 
@@ -99,10 +138,8 @@ def load_tokenizer(name: str, argument: str) -> PreTrainedTokenizerBase:
         UsageFault: naming the argument, if it cannot be loaded.
     """
     check_path(name, argument)
-    try:
+    with loading(argument, f"the tokenizer of {name} cannot be loaded"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
-    except LOAD_ERRORS as error:
-        raise UsageFault(argument, f"the tokenizer of {name} cannot be loaded: {error}") from error
     return tokenizer
 
 

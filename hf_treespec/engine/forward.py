@@ -46,7 +46,8 @@ class TargetForward:
     ) -> None:
         self._model = model
         self._cache = cache
-        self._last_positions = last_positions
+        # Inputs may lie on the host while the model does not.
+        self._last_positions = last_positions.to(model.device)
         self._prompt_mask = prompt_mask_BP
         self._kwargs = {k: v for k, v in model_kwargs.items() if k not in _OWN_KWARGS}
         self._cache_kwarg = _compat.cache_kwarg(model)

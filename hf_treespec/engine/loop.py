@@ -125,30 +125,29 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
         keep_scores=keep_scores,
         keep_logits=keep_logits,
     )
-    vocab = _compat.vocabulary_size(model)
-    noise = _noise(model, config, vocab) if generation.do_sample else None
+    outputs = _compat.prefill(model, request.input_ids, generation, request.model_kwargs)
+    cache = check_cache(_compat.cache_from_outputs(outputs))
+    device = request.input_ids.device
+    last_logits = outputs.logits[:, -1].to(device, copy=True)
+    del outputs
+    vocab = int(last_logits.shape[-1])
+    noise = _noise(config, vocab, device) if generation.do_sample else None
     if noise is not None:
         for row in text.draft_rows:
             row.noise = _row_noise(noise, row.index)
     decider = Decider(NodeScorer(request.logits_processor, batch), noise, keep_scores=keep_scores)
     draft = _make_draft(request, vocab)
     stats.draft = draft.name
-
-    outputs = _compat.prefill(model, request.input_ids, generation, request.model_kwargs)
-    cache = _compat.cache_from_outputs(outputs)
-    check_cache(cache)
-    last_logits = outputs.logits[:, -1].to(request.input_ids.device, copy=True)
-    del outputs
     tokens, scores = decider.choose(text, dict(enumerate(last_logits)))
     text.emit(tokens, scores, dict(enumerate(last_logits)))
     stats.new_tokens += batch
     stats.prefill_seconds = time.perf_counter() - start
 
-    assert cache is not None  # check_cache refused anything else
     rows = RowCache(cache, [_compat.cache_length(cache)] * batch)
     runner = RoundRunner(
         text=text,
         forward=TargetForward(model, rows, prompt.last_positions, prompt.mask_BP, request.model_kwargs),
+        last_positions=prompt.last_positions.reshape(-1, batch).amax(0).tolist(),
         cache=rows,
         draft=draft,
         policy=SizePolicy(config.limits, fallback=config.fallback),
@@ -159,7 +158,7 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
         position_limit=learned_position_limit(
             model, getattr(model.config.get_text_config(), "max_position_embeddings", None)
         ),
-        batched_choice=last_logits.device.type != "cpu"
+        batched_choice=device.type != "cpu"
         and not keep_scores
         and are_length_free(request.logits_processor),
     )
@@ -182,10 +181,10 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
     return output
 
 
-def _noise(model: PreTrainedModel, config: TreeConfig, vocab: int) -> GumbelNoise:
+def _noise(config: TreeConfig, vocab: int, device: torch.device) -> GumbelNoise:
     # Drawn once from the global generator, so that `torch.manual_seed` governs the text.
     seed = config.seed if config.seed is not None else int(torch.randint(2**63 - 1, ()))
-    return GumbelNoise(seed, vocab, model.device)
+    return GumbelNoise(seed, vocab, device)
 
 
 def _row_noise(noise: GumbelNoise, row: int) -> Callable[[int], Tensor]:

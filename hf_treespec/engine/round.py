@@ -30,6 +30,7 @@ class RoundRunner:
         noise: the noise of the call, or None.
         stats: counters, updated in place.
         in_step: whether all rows emit the same number of tokens.
+        last_positions: per row the position id of the last prompt token.
         position_limit: first position that the target cannot read, or None.
         batched_choice: choose at all nodes on the device in one go.
     """
@@ -46,6 +47,7 @@ class RoundRunner:
         noise: GumbelNoise | None,
         stats: TreeStats,
         in_step: bool,
+        last_positions: Sequence[int],
         position_limit: int | None,
         batched_choice: bool,
     ) -> None:
@@ -58,6 +60,7 @@ class RoundRunner:
         self._noise = noise
         self._stats = stats
         self._in_step = in_step
+        self._last_positions = last_positions
         self._position_limit = position_limit
         self._batched_choice = batched_choice
 
@@ -117,8 +120,8 @@ class RoundRunner:
         if room is not None:
             depth = room - 1
         if self._position_limit is not None:
-            # The root is read at position - 1; the node of depth d at position - 1 + d.
-            ahead = self._position_limit - self._text.position(row)
+            root = self._last_positions[row] + self._text.new_lengths[row]
+            ahead = self._position_limit - 1 - root
             depth = ahead if depth is None else min(depth, ahead)
         return limits.capped(max_nodes=None if drafts else 0, max_depth=depth)
 
@@ -135,12 +138,13 @@ class RoundRunner:
             logits = self._forward(trees, ahead)
             walked = time.perf_counter()
             choices = None
+            device = self._text.device
             if self._batched_choice and all(self._drafts(row) for row in rows):
                 choices = self._decider.choose_all(self._text, logits, trees)
             paths = walk_trees(
                 self._text,
                 trees,
-                lambda row, node: logits[row, node],
+                lambda row, node: logits[row, node].to(device),
                 self._decider,
                 rows,
                 in_step=self._in_step,

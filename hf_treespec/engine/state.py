@@ -142,7 +142,7 @@ class GrowingText:
                 self._scores[row].append(scores[row])
             if self._logits is not None:
                 self._logits[row].append(logits[row].to(torch.float32, copy=True))
-        if self._steps is not None and self._in_step:
+        if self._steps is not None and self._in_step and self.rules.others:
             self._steps += (torch.stack([scores[row] for row in range(len(self._new))]),)
         for row in self._ended(tokens):
             self.finished[row] = True
@@ -178,6 +178,11 @@ class GrowingText:
         return ended
 
     # -- results --
+
+    @property
+    def device(self) -> torch.device:
+        """Where the text lies and tokens are chosen: the device of the call's `input_ids`."""
+        return self._buffer.device
 
     @property
     def new_lengths(self) -> list[int]:

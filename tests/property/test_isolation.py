@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from cases import FAST, SLOW, Case, cases, tree_configs
+from cases import FAST, FEW, SLOW, Case, cases, tree_configs
 from hf_treespec import TreeConfig, _compat, disable, enable
 from hf_treespec.attention import tree_masks
 from hf_treespec.cache import RowCache
@@ -138,7 +138,7 @@ def check_neighbours(family: str, case: Case) -> None:
 
 
 @families
-@FAST
+@FEW
 @given(case=cases())
 def test_neighbours_change_nothing(family: str, case: Case) -> None:
     check_neighbours(family, case)
@@ -153,7 +153,7 @@ def test_neighbours_change_nothing_at_length(family: str, case: Case) -> None:
 
 
 @families
-@FAST
+@FEW
 @given(case=cases(kinds=("model", "half_right")))
 def test_call_changes_nothing_of_the_users(family: str, case: Case) -> None:
     ids, mask = case.prompt(family)

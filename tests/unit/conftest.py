@@ -12,7 +12,10 @@ import torch
 
 WORDS = [f"w{number}" for number in range(57)]
 SPECIAL = ["<pad>", "<eos>", "<unk>", "user", "bot", "a", "b"]
-CHAT = "{% for message in messages %}user {{ message['content'] }} {% endfor %}{% if add_generation_prompt %}bot{% endif %}"
+CHAT = (
+    "{% for message in messages %}user {{ message['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}bot{% endif %}"
+)
 
 
 def make_tokenizer(chat_template: str | None = CHAT) -> Any:

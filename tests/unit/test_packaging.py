@@ -22,9 +22,11 @@ KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
 EVALS = sorted((ROOT / "evals").rglob("*.py"))
 
 
-def python(code: str, *, cwd: Path = ROOT) -> str:
-    """What `python -c code` prints in `cwd`, which is then the first place that imports are looked up in."""
+def python(code: str, *, cwd: Path = ROOT, path: Path | None = None) -> str:
+    """What `python -c code` prints in `cwd`, the first place that imports are looked up in; `path` is the second."""
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+    if path is not None:
+        environment["PYTHONPATH"] = str(path)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
     )
@@ -36,7 +38,7 @@ def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-# The `kernels` trap: a package of ours by that name hides the Hub client, and transformers then fails to import.
+# The `kernels` trap: with a package of ours by that name at the root, transformers takes it for the Hub client.
 
 
 def test_kernels_folder_does_not_hide_the_hub_client() -> None:
@@ -46,8 +48,11 @@ def test_kernels_folder_does_not_hide_the_hub_client() -> None:
     assert found == "None" or not Path(found).is_relative_to(ROOT / "kernels")
 
 
-def test_transformers_imports_at_the_root() -> None:
-    assert python("from transformers import LlamaForCausalLM as c; print(c.__name__)") == "LlamaForCausalLM"
+def test_installed_hub_client_is_found_at_the_root(tmp_path: Path) -> None:
+    client = tmp_path / "kernels"
+    client.mkdir()
+    (client / "__init__.py").write_text("name = 'the Hub client'\n")
+    assert python("import kernels; print(kernels.name)", path=tmp_path) == "the Hub client"
 
 
 # What is shipped.
@@ -211,8 +216,14 @@ def test_private_names_are_recognised(bad: str) -> None:
 
 
 def test_public_names_are_let_through() -> None:
-    good = "from transformers import Cache\nfrom .cache_utils import x\nimport transformers.generation"
-    assert not private_uses(good)
+    good = [
+        "from transformers import Cache",
+        "import transformers.generation",
+        "from .transformers.cache_utils import x",
+        "from torch import _C, cache_utils",
+        "text = 'transformers._compat, spelled like this, is prose'",
+    ]
+    assert not private_uses("\n".join(good))
 
 
 def test_only_compat_uses_private_names_of_transformers() -> None:

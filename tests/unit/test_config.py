@@ -1,0 +1,206 @@
+"""`TreeConfig`: refusals that name field and value, files, and what a config is as a value."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pickle
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_treespec import TreeConfig, TreeConfigError, TreeSpecError, TreeSpecWarning
+from hf_treespec.tree import TreeLimits
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "draft": ("auto", "model", "ngram"),
+    "growth": ("static", "best_first", "dynamic"),
+    "verification": ("coupled",),
+    "kv_cache": ("auto",),
+    "attention": ("auto", "sdpa", "eager"),
+    "fallback": ("auto", "off"),
+}
+RANGES = {"max_nodes": (0, 4096), "max_depth": (1, 512), "max_children": (1, 512), "seed": (0, 2**63 - 1)}
+OTHER = TreeConfig(
+    draft="ngram", max_nodes=7, max_depth=3, max_children=2, growth="dynamic", attention="eager", seed=2**63 - 1,
+    fallback="off",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in CHOICES.items() for value in values])
+def test_every_choice_is_taken(name: str, value: str) -> None:
+    assert getattr(TreeConfig(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("value", ["", "AUTO", None, 1, ["auto"]])
+def test_a_wrong_choice_is_named_with_the_right_ones(name: str, value: Any) -> None:
+    with pytest.raises(TreeConfigError) as caught:
+        TreeConfig(**{name: value})
+    assert f"TreeConfig({name}={value!r})" in str(caught.value)
+    assert all(repr(choice) in str(caught.value) for choice in CHOICES[name])
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_both_ends_of_a_range_are_taken_and_nothing_beyond(name: str) -> None:
+    low, high = RANGES[name]
+    for value in (low, high):
+        assert getattr(TreeConfig(**{name: value}), name) == value
+    for value in (low - 1, high + 1, True, 4.0, "4", [4]):
+        with pytest.raises(TreeConfigError, match=re.escape(f"TreeConfig({name}={value!r}): expected")):
+            TreeConfig(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["max_nodes", "max_depth", "max_children"])
+def test_sizes_cannot_be_left_open(name: str) -> None:
+    low, high = RANGES[name]
+    with pytest.raises(TreeConfigError, match=rf"{name}=None\): expected an integer in \[{low}, {high}\]"):
+        TreeConfig(**{name: None})
+
+
+def test_errors_are_value_errors_of_ours() -> None:
+    with pytest.raises(ValueError) as caught:
+        TreeConfig(seed=-1)
+    assert isinstance(caught.value, TreeSpecError)
+
+
+def test_limits_are_the_three_sizes() -> None:
+    assert OTHER.limits == TreeLimits(max_nodes=7, max_depth=3, max_children=2)
+
+
+# -- values --
+
+
+def test_configs_are_frozen_hashable_values() -> None:
+    same = dataclasses.replace(OTHER)
+    assert same == OTHER and hash(same) == hash(OTHER) and same is not OTHER
+    for name in (field.name for field in dataclasses.fields(TreeConfig)):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(OTHER, name, getattr(OTHER, name))
+        default = getattr(TreeConfig(), name)
+        if getattr(OTHER, name) != default:
+            changed = dataclasses.replace(OTHER, **{name: default})
+            assert changed != OTHER and hash(changed) != hash(OTHER)
+    with pytest.raises((AttributeError, TypeError)):
+        OTHER.new_field = 1  # type: ignore[attr-defined]
+    assert copy.deepcopy(OTHER) == pickle.loads(pickle.dumps(OTHER)) == OTHER
+
+
+def test_fields_go_by_name_only() -> None:
+    with pytest.raises(TypeError):
+        TreeConfig("ngram")  # type: ignore[misc]
+    with pytest.raises(TypeError, match="max_node"):
+        TreeConfig(max_node=3)  # type: ignore[call-arg]
+
+
+def test_replace_makes_a_validated_copy() -> None:
+    assert OTHER.replace(max_nodes=9) == dataclasses.replace(OTHER, max_nodes=9)
+    assert OTHER.max_nodes == 7
+    with pytest.raises(TreeConfigError, match="max_nodes=-1"):
+        OTHER.replace(max_nodes=-1)
+
+
+# -- dicts --
+
+CONFIGS = st.builds(
+    TreeConfig,
+    **{name: st.sampled_from(values) for name, values in CHOICES.items()},
+    **{name: st.integers(*ends) for name, ends in RANGES.items() if name != "seed"},
+    seed=st.none() | st.integers(*RANGES["seed"]),
+)
+
+
+@given(CONFIGS)
+def test_dict_json_and_yaml_round_trip(config: TreeConfig) -> None:
+    data = config.to_dict()
+    assert data == {"schema_version": 1, **dataclasses.asdict(config)}
+    assert TreeConfig.from_dict(data) == config
+    assert TreeConfig.from_dict(json.loads(config.to_json_string())) == config
+    assert TreeConfig.from_dict(yaml.safe_load(config.to_yaml_string())) == config
+
+
+def test_missing_keys_take_the_defaults() -> None:
+    assert TreeConfig.from_dict({}) == TreeConfig()
+    assert TreeConfig.from_dict({"max_nodes": 3}) == TreeConfig(max_nodes=3)
+
+
+def test_unknown_keys_are_dropped_with_one_warning_that_names_them() -> None:
+    with pytest.warns(TreeSpecWarning, match="unknown keys dropped: 7, zeta") as caught:
+        config = TreeConfig.from_dict({"zeta": 1, "max_nodes": 3, 7: 2})  # type: ignore[dict-item]
+    assert config == TreeConfig(max_nodes=3) and len(caught) == 1
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        TreeConfig.from_dict(OTHER.to_dict())
+
+
+@pytest.mark.parametrize("version", [2, 0, "1", None, True, 1.0])
+def test_another_schema_is_refused(version: Any) -> None:
+    with pytest.raises(TreeConfigError, match=re.escape(f"schema_version={version!r}: this release reads 1 to 1")):
+        TreeConfig.from_dict({"schema_version": version})
+
+
+@pytest.mark.parametrize("data", [None, [], "max_nodes: 3", 5])
+def test_what_is_no_mapping_is_refused(data: Any) -> None:
+    with pytest.raises(TreeConfigError, match=f"expected a mapping of TreeConfig fields, got {type(data).__name__}"):
+        TreeConfig.from_dict(data)
+
+
+def test_values_of_a_dict_are_validated() -> None:
+    with pytest.raises(TreeConfigError, match=r"max_nodes='3'"):
+        TreeConfig.from_dict({"max_nodes": "3"})
+
+
+# -- files --
+
+
+@pytest.mark.parametrize("name", ["trees.json", "trees.yaml", "trees.yml"])
+def test_a_file_is_written_in_the_format_of_its_suffix(name: str, tmp_path: Path) -> None:
+    path = OTHER.save_pretrained(tmp_path / "new" / name)
+    assert path == tmp_path / "new" / name
+    text = path.read_text()
+    assert text.startswith("{\n") == (path.suffix == ".json")
+    parsed = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    assert list(parsed) == ["schema_version", *(field.name for field in dataclasses.fields(TreeConfig))]
+    assert TreeConfig.from_pretrained(path) == TreeConfig.from_pretrained(str(path)) == OTHER
+
+
+@pytest.mark.parametrize("name", ["model", "model-v1.5"])
+def test_a_folder_gets_and_gives_tree_config_json(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / name
+    assert OTHER.save_pretrained(str(folder)) == folder / "tree_config.json"
+    assert TreeConfig.from_pretrained(folder) == OTHER
+    assert json.loads((folder / "tree_config.json").read_text()) == OTHER.to_dict()
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere.json: no such file"):
+        TreeConfig.from_pretrained(tmp_path / "nowhere.json")
+    with pytest.raises(FileNotFoundError, match="tree_config.json: no such file"):
+        TreeConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.json", "{", "a.json: cannot be parsed"),
+        ("a.yaml", "a: [", "a.yaml: cannot be parsed"),
+        ("a.yaml", "", "got NoneType"),
+        ("a.json", "[1]", "got list"),
+        ("a.toml", "max_nodes = 3", r"a.toml: expected a name ending in one of .json, .yaml, .yml"),
+        ("a.yaml", "max_nodes: many", "max_nodes='many'"),
+        ("a.json", "\xff", "a.json: cannot be parsed"),
+    ],
+)
+def test_a_file_that_holds_no_config_is_refused(name: str, text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(TreeConfigError, match=message):
+        TreeConfig.from_pretrained(path)

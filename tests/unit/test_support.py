@@ -1,0 +1,273 @@
+"""Who takes a tree: read off the class and config, proven by the probe, without a trace on the model."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaModel,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers import LlamaForCausalLM as Llama
+
+from hf_treespec import Support, disable, enable, is_supported
+from hf_treespec.api.support import unwrap
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 37, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": 64, "initializer_range": 0.5,
+}  # fmt: skip
+
+
+def llama(cls: type[Llama] = Llama, **changes: Any) -> Llama:
+    torch.manual_seed(3)
+    return cls(LlamaConfig(**{**SIZES, **changes})).eval()
+
+
+def gpt2() -> GPT2LMHeadModel:
+    ids = {"bos_token_id": 1, "eos_token_id": 2}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=37, n_embd=16, n_layer=2, n_head=2, n_positions=32, **ids))
+
+
+class ForgetfulLlama(Llama):
+    """Builds its own causal mask over the cache, as some remote code does, and so overlooks the tree's."""
+
+    @functools.wraps(Llama.forward)
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        past = 0 if cache is None else cache.get_seq_length()
+        causal = torch.ones(input_ids.shape[1], past + input_ids.shape[1]).tril(past).log()[None, None]
+        return super().forward(input_ids=input_ids, attention_mask=causal, position_ids=position_ids, **kwargs)
+
+
+class CountingPositionsLlama(Llama):
+    """Takes positions and does not use them."""
+
+    @functools.wraps(Llama.forward)
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+
+
+class RaisingLlama(Llama):
+    @functools.wraps(Llama.forward)
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+        raise KeyError("needs pixels")
+
+
+class LoopingLlama(Llama):
+    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._sample(*args, **kwargs)
+
+
+class CachelessLlama(Llama):
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+
+def with_recurrent_layer() -> Llama:
+    model = llama()
+    model.config.layer_types = ["full_attention", "linear_attention"]
+    return model
+
+
+SUPPORTED: dict[str, Callable[[], Any]] = {
+    "llama": llama,
+    "eager": lambda: llama(attn_implementation="eager"),
+    "bfloat16": lambda: llama().to(torch.bfloat16),
+    "sliding": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4)),
+    "learned positions": gpt2,
+    "few tokens": lambda: llama(vocab_size=5),
+}
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_models_that_take_a_tree(name: str) -> None:
+    assert is_supported(SUPPORTED[name]()) == Support(True, "mask", "a probe tree equals its paths")
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "no model": (lambda: nn.Linear(2, 2), "Linear is no transformers PreTrainedModel"),
+    "none": (lambda: None, "NoneType is no transformers PreTrainedModel"),
+    "no head": (lambda: LlamaModel(LlamaConfig(**SIZES)), "the model cannot generate"),
+    "encoder": (
+        lambda: T5ForConditionalGeneration(
+            T5Config(vocab_size=37, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+        ),
+        "encoder-decoder",
+    ),
+    "recurrent": (
+        lambda: MambaForCausalLM(MambaConfig(vocab_size=37, hidden_size=8, state_size=2, num_hidden_layers=1)),
+        "recurrent",
+    ),
+    "alibi": (
+        lambda: BloomForCausalLM(BloomConfig(vocab_size=37, hidden_size=16, n_layer=1, n_head=2)),
+        "takes no position_ids",
+    ),
+    "own loop": (lambda: llama(LoopingLlama), "decoding loop of its own"),
+    "own cache": (lambda: llama(CachelessLlama), "does not use a DynamicCache"),
+    "mixed layers": (with_recurrent_layer, "layers of class LinearAttentionLayer, which cannot drop rejected nodes"),
+    "own mask": (lambda: llama(ForgetfulLlama), "does not build its masks or positions from the mask registry"),
+    "own positions": (lambda: llama(CountingPositionsLlama), "off by"),
+    "raises": (lambda: llama(RaisingLlama), "the probe forward raised KeyError: 'needs pixels'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_do_not_and_why(name: str) -> None:
+    build, reason = REFUSED[name]
+    support = is_supported(build())
+    assert (support.ok, support.route) == (False, "refuse")
+    assert reason in support.reason
+
+
+def test_the_wrong_models_above_are_right_on_a_plain_text() -> None:
+    """Else the probe would refuse them for another reason than it should."""
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    wanted = llama()(input_ids=ids).logits
+    for cls in (ForgetfulLlama, CountingPositionsLlama):
+        found = llama(cls)(input_ids=ids, position_ids=torch.arange(5)[None]).logits
+        torch.testing.assert_close(found, wanted)
+
+
+def test_parameters_on_the_meta_device_are_not_run() -> None:
+    with torch.device("meta"):
+        model = Llama(LlamaConfig(**SIZES))
+    support = is_supported(model)
+    assert support.ok and "not probed" in support.reason
+    with torch.device("meta"):
+        assert not is_supported(LoopingLlama(LlamaConfig(**SIZES))).ok
+
+
+# -- no trace --
+
+
+def test_the_probe_leaves_no_trace() -> None:
+    """In training, with dropout, parts of it frozen in evaluation, under an attention that takes no tree."""
+    model = llama(attention_dropout=0.5).train()
+    model.model.layers[1].eval()
+    model.set_attn_implementation("flex_attention")
+    model.lm_head.weight.requires_grad_(False)
+    before_flags = [module.training for module in model.modules()]
+    before_state = copy.deepcopy(model.state_dict())
+    before_config = model.config.to_json_string(use_diff=False)
+    before_vars = [set(vars(module)) for module in model.modules()]
+    random_state = torch.get_rng_state()
+    ran: list[bool] = []
+    handle = model.register_forward_pre_hook(lambda module, args: ran.append(module.training))
+
+    assert is_supported(model).ok
+
+    handle.remove()
+    assert ran and not any(ran)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert [module.training for module in model.modules()] == before_flags
+    assert model.config.to_json_string(use_diff=False) == before_config
+    assert model.config._attn_implementation == "flex_attention"
+    assert [set(vars(module)) for module in model.modules()] == before_vars
+    assert all(torch.equal(tensor, before_state[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_training_flags_come_back_when_the_probe_raises() -> None:
+    model = llama(RaisingLlama, rms_norm_eps=1e-4).train()
+    model.model.layers[0].eval()
+    flags = [module.training for module in model.modules()]
+    assert "needs pixels" in is_supported(model).reason
+    assert [module.training for module in model.modules()] == flags
+
+
+def test_an_answer_is_kept_per_class_config_dtype_and_attention() -> None:
+    def probed(model: Any) -> bool:
+        ran: list[int] = []
+        with_hook = model.register_forward_pre_hook(lambda module, args: ran.append(1))
+        is_supported(model)
+        with_hook.remove()
+        return bool(ran)
+
+    class Fresh(Llama):
+        """A class that no other test has asked about."""
+
+    model = llama(Fresh)
+    assert probed(model) and not probed(model)
+    assert not probed(llama(Fresh)) and not probed(enable(llama(Fresh)))
+    assert probed(llama(Fresh, rope_theta=500.0))
+    assert probed(llama(Fresh).double())
+    assert probed(llama(Fresh, attn_implementation="eager"))
+    assert probed(llama(type("Fresh", (Llama,), {})))
+
+
+# -- wrappers --
+
+
+class Ddp(nn.Module):
+    """As DistributedDataParallel keeps its model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+
+
+class Peft(nn.Module):
+    """As PeftModel gives its base model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.base_model = nn.ModuleDict({"model": model})
+
+    def get_base_model(self) -> nn.Module:
+        return self.base_model["model"]  # type: ignore[no-any-return]
+
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "bare": lambda model: model,
+    "ddp": Ddp,
+    "peft": Peft,
+    "compile": torch.compile,
+    "compiled ddp of peft": lambda model: torch.compile(Ddp(Peft(model))),
+    "peft of a compiled model": lambda model: Peft(torch.compile(model)),
+    "ddp of a compiled model": lambda model: Ddp(torch.compile(model)),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_wrappers_are_looked_through(name: str) -> None:
+    model = llama()
+    wrapper = WRAPPERS[name](model)
+    outer = type(wrapper)
+    assert unwrap(wrapper) is model
+    assert is_supported(wrapper).ok
+    assert enable(wrapper) is wrapper
+    assert type(model) is not Llama and isinstance(model, Llama)
+    assert wrapper is model or type(wrapper) is outer
+    assert disable(wrapper) is wrapper and type(model) is Llama
+
+
+@pytest.mark.parametrize("name", ["ddp", "peft", "compile"])
+def test_a_wrapped_model_that_is_refused_is_named_itself(name: str) -> None:
+    wrapper = WRAPPERS[name](llama(LoopingLlama))
+    with pytest.raises(NotImplementedError, match=r"the model \(LoopingLlama\) cannot take a tree"):
+        enable(wrapper)
+
+
+def test_a_wrapper_of_something_else_is_refused() -> None:
+    assert is_supported(Ddp(nn.Linear(1, 1))).reason == "Linear is no transformers PreTrainedModel"
+    loop = Ddp(nn.Linear(1, 1))
+    loop.__dict__["module"] = loop
+    assert not is_supported(loop).ok  # and it returns

@@ -1,0 +1,98 @@
+"""The public surface is frozen: to change it, change it here too, and say so in the changelog."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+
+import hf_treespec
+from hf_treespec import TreeConfig, TreeStats
+
+
+def test_public_names() -> None:
+    assert sorted(hf_treespec.__all__) == [
+        "AutoTreeSpecModelForCausalLM",
+        "Support",
+        "TreeConfig",
+        "TreeConfigError",
+        "TreeSpecError",
+        "TreeSpecWarning",
+        "TreeStats",
+        "UnsupportedCallError",
+        "UnsupportedModelError",
+        "__version__",
+        "disable",
+        "enable",
+        "install",
+        "is_supported",
+        "uninstall",
+    ]
+    assert all(hasattr(hf_treespec, name) for name in hf_treespec.__all__)
+
+
+def test_fields_of_a_config_in_order() -> None:
+    assert list(inspect.signature(TreeConfig).parameters) == [
+        "draft",
+        "max_nodes",
+        "max_depth",
+        "max_children",
+        "growth",
+        "verification",
+        "kv_cache",
+        "attention",
+        "seed",
+        "fallback",
+    ]
+
+
+def test_keys_of_the_statistics() -> None:
+    assert list(TreeStats().to_dict()) == [
+        "draft",
+        "batch_size",
+        "prompt_tokens",
+        "new_tokens",
+        "rounds",
+        "row_rounds",
+        "round_tokens",
+        "drafted_nodes",
+        "accepted_by_depth",
+        "drafted_by_depth",
+        "plain_rounds",
+        "fallback_rounds",
+        "prefill_seconds",
+        "target_seconds",
+        "draft_seconds",
+        "draft_forward_seconds",
+        "verify_seconds",
+        "commit_seconds",
+        "total_seconds",
+        "tokens_per_round",
+        "acceptance_rate",
+        "overhead_fraction",
+        "tokens_per_second",
+    ]
+
+
+def test_support_is_a_triple() -> None:
+    assert hf_treespec.Support._fields == ("ok", "route", "reason")
+
+
+@pytest.mark.parametrize(
+    ("name", "parents"),
+    [
+        ("TreeConfigError", (hf_treespec.TreeSpecError, ValueError)),
+        ("UnsupportedCallError", (hf_treespec.TreeSpecError, ValueError)),
+        ("UnsupportedModelError", (hf_treespec.TreeSpecError, NotImplementedError)),
+        ("TreeSpecWarning", (UserWarning,)),
+    ],
+)
+def test_errors_are_the_builtins_that_callers_expect(name: str, parents: tuple[type, ...]) -> None:
+    assert all(issubclass(getattr(hf_treespec, name), parent) for parent in parents)
+
+
+def test_every_field_of_a_config_is_documented() -> None:
+    documented = TreeConfig.__doc__ or ""
+    for field in dataclasses.fields(TreeConfig):
+        assert f"\n        {field.name}: " in documented
