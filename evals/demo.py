@@ -17,7 +17,7 @@ from transformers import TextStreamer
 
 import hf_treespec
 from hf_treespec import TreeConfig, disable, enable
-from real_model import RealModelError, load_smollm2
+from real_model import RealModelError, load_smollm2, progress_bars_on_terminals_only
 
 CLASS = """class Stack:
     def __init__(self):
@@ -76,6 +76,7 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("real_model").setLevel(logging.INFO)
 
+    progress_bars_on_terminals_only()
     try:
         model, tokenizer = load_smollm2()
     except RealModelError as error:

@@ -76,6 +76,14 @@ def load_smollm2(
     return model.eval(), AutoTokenizer.from_pretrained(folder)
 
 
+def progress_bars_on_terminals_only() -> None:
+    """Transformers draws its bars wherever stderr goes; in a log they are hundreds of lines."""
+    if not sys.stderr.isatty():
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+
+
 def _is_complete(folder: Path) -> bool:
     return all((folder / name).is_file() for name in FILES)
 
@@ -112,6 +120,7 @@ def _convert(gguf_file: Path, folder: Path) -> None:
 
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    progress_bars_on_terminals_only()
     try:
         print(ensure_smollm2())
     except RealModelError as error:

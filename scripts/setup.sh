@@ -51,7 +51,9 @@ fi
 log=$venv/setup.log
 
 pip_install() {
-    if ! "$venv/bin/python" -m pip install --no-input --disable-pip-version-check -c "$constraints" "$@" >>"$log" 2>&1; then
+    # Not compiled: most modules of torch and transformers are never imported, and the others are compiled then.
+    if ! "$venv/bin/python" -m pip install --no-input --disable-pip-version-check --no-compile -c "$constraints" "$@" \
+        >>"$log" 2>&1; then
         tail -n 30 "$log" >&2
         die "pip install $* failed; the whole log is in $log"
     fi

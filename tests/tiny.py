@@ -300,10 +300,10 @@ def plain_cache(model: PreTrainedModel, sequences: Tensor, mask: Tensor, length:
 # --- models --------------------------------------------------------------------------------------------------------
 
 
-def last_block(model: PreTrainedModel) -> nn.Module:
-    """The last decoder layer's feed-forward: when it runs, every cache layer has been updated."""
+def first_block(model: PreTrainedModel) -> nn.Module:
+    """The first decoder layer's feed-forward: when it runs, one cache layer has been updated, the others have not."""
     layers: Sequence[Any] = model.transformer.h if hasattr(model, "transformer") else model.model.layers
-    return layers[-1].mlp
+    return layers[0].mlp
 
 
 def fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:

@@ -130,12 +130,8 @@ def _generate(
         tree_config = tree_config.replace(seed=secrets.randbelow(1 << 31))
     options = LoadOptions(**load)
     tokenizer = load_tokenizer(name, "MODEL")
-    inputs = encode(
-        tokenizer,
-        text,
-        chat=bool(tokenizer.chat_template) if chat is None else chat,
-        argument="--chat" if chat else "--prompt",
-    )
+    use_chat = bool(tokenizer.chat_template) if chat is None else chat
+    inputs = encode(tokenizer, text, chat=use_chat, argument="--chat" if chat else "--prompt")
     target: Any = enable(load_model(name, "MODEL", options))
     drafter = load_model(draft_name, "--draft-model", options) if draft_name else None
     streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)

@@ -5,6 +5,7 @@ Every method is one call of `generate` on the same model object, timed and count
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -224,10 +225,15 @@ class Bench:
             text_equal=None if method.reference is None else difference is None,
             first_difference=difference,
             reference=method.reference,
-            config=None if method.config is None else method.config.replace(seed=place["seed"]).to_json_string(),
+            config=None if method.config is None else _one_line(method.config.replace(seed=place["seed"])),
             **place,
             **self.constants,
         )
+
+
+def _one_line(config: TreeConfig) -> str:
+    # Line breaks inside a cell are legal in CSV, and trouble in every tool that reads it by lines.
+    return json.dumps(config.to_dict())
 
 
 def _synchronise(device: torch.device) -> None:

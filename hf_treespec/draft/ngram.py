@@ -1,10 +1,10 @@
 """Trees out of the text itself: what followed the same words before will follow them again.
 
 No model and no training: the index of a row counts, for every context of up to `max_match` tokens, which tokens
-followed it. A node of the tree is expanded by its own context, that is the committed text plus the path to the node.
-The children of the root are thus what followed the matches of the text's end, and those continuations share one trie;
-one that reaches the end of the text goes on by matching its own last tokens, so that periodic text repeats its period
-for as long as the tree is deep.
+followed it. A node of the tree is expanded by its own context: the end of the committed text plus the path to the
+node. So the children of the root are what followed the matches of the text's end, and those continuations share a
+trie; one that reaches the end of the text goes on by matching its own last tokens, hence periodic text repeats its
+period for as long as the tree is deep.
 
 How the votes of different context lengths are mixed is prediction by partial matching (Cleary and Witten 1984): an
 occurrence votes once, at the longest context that it shares with the node; the longest context takes its share and

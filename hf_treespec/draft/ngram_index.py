@@ -53,9 +53,9 @@ class NgramIndex:
     """Followers of every context of a text that grows at its end.
 
     A trie of contexts, read backwards from the follower. Adding a token visits at most `max_match` contexts,
-    whatever the length of the text, and nothing is ever scanned again. A context that has been seen once keeps its place only:
-    what lies before is read from the text. Most contexts are of that kind, and the longer ones below them would be
-    `max_match` objects per token.
+    whatever the length of the text, and nothing is ever scanned again. A context that has been seen once keeps its
+    place only, and what lies before is read from the text: most contexts are of that kind, and a chain of longer
+    ones below each would be `max_match` objects per token.
 
     Args:
         max_match: longest context, in tokens.
@@ -118,7 +118,7 @@ class NgramIndex:
                 # The second visit: from here on the place of the first one is kept by a longer context.
                 context.longer = {}
                 before = context.only - (place - start) - 1
-                if before >= 0:
+                if before >= 0 and place - start < self.max_match:
                     context.longer[text[before]] = _Context(context.only, text[context.only])
                 context.only = -1
             context.counts[token] = context.counts.pop(token, 0) + 1

@@ -25,7 +25,7 @@ from tiny import (
     cache_argument,
     draft,
     fingerprint,
-    last_block,
+    first_block,
     margins,
     new_cache,
     plain_cache,
@@ -91,10 +91,10 @@ def fused(family: str, point: str, at: int, truth: list[list[int]], seed: int) -
     hook = None
     arguments: dict[str, Any] = {}
     if point == "draft":
-        hook = last_block(draft(family)).register_forward_pre_hook(Fuse(at).burn)
+        hook = first_block(draft(family)).register_forward_pre_hook(Fuse(at).burn)
         arguments["assistant_model"] = draft(family)
     elif point == "target":
-        hook = last_block(treed(family)).register_forward_pre_hook(Fuse(at).burn)
+        hook = first_block(treed(family)).register_forward_pre_hook(Fuse(at).burn)
     elif point == "processor":
         arguments["logits_processor"] = [FusedProcessor(at)]
     elif point == "criterion":
