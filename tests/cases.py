@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -21,9 +21,17 @@ from tiny import draft, prompt, treed, vocabulary
 
 _CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large]
 # The fast set draws the same examples each time; the slow one looks further.
-FAST = settings(max_examples=10, deadline=None, derandomize=True, database=None, suppress_health_check=_CHECKS)
+FAST = settings(
+    max_examples=10,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    # No explanation of failures: it calls the test hundreds of times.
+    phases=[Phase.explicit, Phase.generate, Phase.shrink],
+    suppress_health_check=_CHECKS,
+)
 FEW = settings(FAST, max_examples=4)
-SLOW = settings(max_examples=150, deadline=None, database=None, print_blob=True, suppress_health_check=_CHECKS)
+SLOW = settings(FAST, max_examples=150, derandomize=False, print_blob=True)
 
 SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.9, "top_k": 20, "top_p": 0.95},

@@ -277,14 +277,14 @@ def test_doctor_probes_a_model_with_weights(treespec: Run, llama_folder: str) ->
         "dtype": "float32",
         "weights": "loaded",
     }
-    assert doctor(treespec, llama_folder, "--attn", "eager", "--dtype", "bfloat16")[1]["dtype"] == "bfloat16"
+    facts = doctor(treespec, llama_folder, "--attn", "eager", "--dtype", "bfloat16")[1]
+    assert (facts["ok"], facts["attention"], facts["dtype"]) == (True, "eager", "bfloat16")
 
 
 def test_doctor_reads_a_config_without_weights(treespec: Run, tmp_path: Path) -> None:
     from transformers import GPT2Config, MistralConfig
 
-    # As large as it likes to be: no memory is taken.
-    GPT2Config(n_embd=1600, n_layer=48, n_head=25).save_pretrained(tmp_path)
+    GPT2Config().save_pretrained(tmp_path)
     code, facts = doctor(treespec, tmp_path)
     assert (code, facts["class"], facts["ok"], facts["weights"]) == (0, "GPT2LMHeadModel", True, "none")
     assert (facts["learned_positions"], facts["vocabulary"]) == (1024, 50257)

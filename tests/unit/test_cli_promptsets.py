@@ -111,6 +111,8 @@ def datasets(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def load_dataset(name: str, config: str | None, *, split: str) -> list[dict[str, Any]]:
         calls.append((name, config, split))
+        if name == "empty":
+            return []
         if name == "missing":
             raise RuntimeError("no\nsuch dataset")
         return [{"question": "one", "prompt": "raw", "dialog": ["first", "second"]}, {"question": "two"}]
@@ -131,6 +133,8 @@ def test_dataset(datasets: list[Any]) -> None:
 def test_dataset_that_cannot_be_loaded(datasets: list[Any]) -> None:
     with pytest.raises(UsageFault, match=r"^--set s=hf:missing:a:b:c: datasets cannot load it: no such dataset$"):
         load_set("s=hf:missing:a:b:c")
+    with pytest.raises(UsageFault, match="no prompts in it"):
+        load_set("s=hf:empty:a:b:c")
 
 
 def test_dataset_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -15,8 +16,19 @@ from hf_treespec.draft import Draft, DraftRow, NgramDraft
 from hf_treespec.draft.ngram_index import NgramIndex
 from hf_treespec.tree import GROWTH_POLICIES, Candidate, TokenTree, TreeBuilder, TreeLimits, grow
 
-# Small alphabets make long matches, ties and periods common.
-TEXTS = st.integers(1, 4).flatmap(lambda size: st.lists(st.integers(0, size), min_size=1, max_size=40))
+
+def make_text(seed: int) -> list[int]:
+    """A few tokens and copies of earlier spans, so that long matches, ties and periods are common."""
+    rng = random.Random(seed)
+    size, length = rng.randint(1, 6), rng.randint(1, 45)
+    text = [rng.randrange(size)]
+    while len(text) < length:
+        start = rng.randrange(len(text))
+        text += text[start : start + rng.randint(2, 9)] if rng.random() < 0.3 else [rng.randrange(size)]
+    return text
+
+
+TEXTS = st.integers(0, 2**32).map(make_text)
 LIMITS = st.builds(
     TreeLimits, max_nodes=st.integers(1, 12), max_depth=st.integers(1, 6), max_children=st.integers(1, 4)
 )

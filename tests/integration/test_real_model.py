@@ -1,0 +1,75 @@
+"""The real model: trees from n-grams give the text of plain decoding, sooner in rounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_treespec import TreeConfig, disable, enable
+
+pytestmark = pytest.mark.real_model
+
+# Text that repeats itself, so that trees are accepted and rejected in turn.
+SMOKE = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef mul(a, b):\n    return"
+MORE = [
+    "The first ten square numbers are 1, 4, 9,",
+    "Q: What is the capital of France?\nA: Paris.\nQ: What is the capital of Italy?\nA:",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):",
+    "Once upon a time there was a",
+    "for i in range(10):\n    print(i)\nfor j in range(10):\n    print(",
+    "Dear Sir or Madam,\n\nI am writing to",
+]
+
+
+def _texts(model: Any, tokenizer: Any, prompt: str, new: int, **arguments: Any) -> tuple[list[int], list[int], float]:
+    """New tokens of the reference and of the tree, and the tree's tokens a round."""
+    inputs = tokenizer(prompt, return_tensors="pt")
+    width = inputs["input_ids"].shape[1]
+    if arguments["do_sample"]:
+        enable(model)
+        plain = model.generate(**inputs, tree_config=TreeConfig(max_nodes=0, seed=3), max_new_tokens=new, **arguments)
+    else:
+        plain = disable(model).generate(**inputs, max_new_tokens=new, **arguments)
+        enable(model)
+    config = TreeConfig(draft="ngram", max_nodes=16, seed=3, fallback="off")
+    try:
+        tree = model.generate(**inputs, tree_config=config, max_new_tokens=new, **arguments)
+        return plain[0, width:].tolist(), tree[0, width:].tolist(), model.treespec_stats.tokens_per_round
+    finally:
+        disable(model)
+
+
+def test_smoke(smollm2: tuple[Any, Any]) -> None:
+    model, tokenizer = smollm2
+    plain, tree, per_round = _texts(model, tokenizer, SMOKE, 32, do_sample=False)
+    assert tree == plain
+    # A draft that never hits would pass the equality alone.
+    assert per_round > 1.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["t0", "t1"])
+@pytest.mark.parametrize("prompt", MORE)
+def test_same_text(smollm2: tuple[Any, Any], prompt: str, arguments: dict[str, Any]) -> None:
+    model, tokenizer = smollm2
+    plain, tree, _ = _texts(model, tokenizer, prompt, 64, **arguments)
+    assert tree == plain
+
+
+@pytest.mark.slow
+def test_batch_rows_are_batch_one(smollm2: tuple[Any, Any]) -> None:
+    model, tokenizer = smollm2
+    tokenizer.padding_side = "left"
+    inputs = tokenizer(MORE[:3], return_tensors="pt", padding=True)
+    enable(model)
+    try:
+        batch = model.generate(**inputs, tree_config=TreeConfig(fallback="off"), max_new_tokens=32, do_sample=False)
+    finally:
+        disable(model)
+    for row, prompt in enumerate(MORE[:3]):
+        alone = tokenizer(prompt, return_tensors="pt")
+        text = model.generate(**alone, max_new_tokens=32, do_sample=False)[0, alone["input_ids"].shape[1] :]
+        mine = batch[row, inputs["input_ids"].shape[1] :][: len(text)]
+        assert torch.equal(mine, text)
