@@ -101,37 +101,28 @@ def test_methods_take_turns(treespec: Run, llama_folder: str, sets: list[str], t
 
 
 def test_sampled_run(treespec: Run, llama_folder: str, sets: list[str], tmp_path: Path) -> None:
-    options = ("--limit", 2, "--repeats", 2, "--temperature", 1.0, "--seed", 5)
+    # A seed of the config's own must not part it from its reference.
+    TreeConfig(seed=99).save_pretrained(tmp_path / "seeded.json")
+    options = ("--limit", 2, "--repeats", 2, "--temperature", 1.0, "--seed", 5, "--config", tmp_path / "seeded.json")
     rows, summary = bench(treespec, llama_folder, sets, tmp_path / "bench.csv", *options)
     methods = by_method(rows)
-    assert list(methods) == ["plain", "prompt_lookup", "no-tree", "treespec"]
+    assert list(methods) == ["plain", "prompt_lookup", "no-tree", "treespec:seeded"]
     for row in rows:
-        assert (row.text_equal, row.reference) == ((True, "no-tree") if row.method == "treespec" else (None, None))
+        assert (row.text_equal, row.reference) == (
+            (True, "no-tree") if row.method == "treespec:seeded" else (None, None)
+        )
     # The tree and its reference ran on the same noise; every prompt and repeat on another.
-    assert len({row.seed for row in methods["treespec"] if row.set == "code"}) == 4
-    for tree, plain in zip(methods["treespec"], methods["no-tree"], strict=True):
+    assert len({row.seed for row in methods["treespec:seeded"] if row.set == "code"}) == 4
+    for tree, plain in zip(methods["treespec:seeded"], methods["no-tree"], strict=True):
         assert json.loads(tree.config or "")["seed"] == json.loads(plain.config or "")["seed"] == tree.seed
         assert json.loads(plain.config or "")["max_nodes"] == 0
         assert plain.tokens_per_round == 1.0
-    assert [result["equal"] for result in summary["results"] if result["method"] == "treespec"] == [4, 2]
-    assert (
-        "a token"
-        in treespec(
-            "bench",
-            llama_folder,
-            *sets[:2],
-            "--limit",
-            1,
-            "--repeats",
-            1,
-            "--max-new-tokens",
-            4,
-            "--warmup",
-            0,
-            "--temperature",
-            1.0,
-        ).stdout
-    )
+    assert [result["equal"] for result in summary["results"] if result["method"] == "treespec:seeded"] == [4, 2]
+
+
+def test_sampled_table_is_per_token(treespec: Run, llama_folder: str, sets: list[str]) -> None:
+    options = ("--limit", 1, "--repeats", 1, "--max-new-tokens", 4, "--warmup", 0, "--temperature", 1.0)
+    assert "speed-up a token" in treespec("bench", llama_folder, *sets[:2], *options).stdout
 
 
 def test_altered_text_is_found(
