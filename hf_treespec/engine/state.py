@@ -144,6 +144,7 @@ class GrowingText:
                 self._logits[row].append(logits[row].to(torch.float32, copy=True))
         if self._steps is not None and self._in_step and self.rules.others:
             self._steps += (torch.stack([scores[row] for row in range(len(self._new))]),)
+        padded = {row for row in tokens if self.finished[row]}
         for row in self._ended(tokens):
             self.finished[row] = True
         if self._streamer is not None:
@@ -151,7 +152,7 @@ class GrowingText:
         if self._in_step:
             # Ended rows go on with the others: with padding, or without an eos criterion with text, as in plain.
             return set() if all(self.finished) else set(tokens)
-        return {row for row in tokens if not self.finished[row]}
+        return {row for row in tokens if not self.finished[row]} | padded
 
     def _ended(self, tokens: dict[int, int]) -> set[int]:
         rules = self.rules

@@ -300,7 +300,9 @@ def test_progress_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch, terminal: 
     assert ("bench" in screen.getvalue()) is terminal
 
 
-# Errors
+# Errors. Little to do, in case it is done after all.
+
+QUICK = ("--limit", 1, "--repeats", 1, "--warmup", 0, "--max-new-tokens", 2)
 
 
 def one_error(result: Any, *parts: str) -> None:
@@ -324,23 +326,30 @@ def one_error(result: Any, *parts: str) -> None:
     ],
 )
 def test_errors(treespec: Run, llama_folder: str, sets: list[str], options: list[str], message: str) -> None:
-    one_error(treespec("bench", llama_folder, *sets, *options), message)
+    one_error(treespec("bench", llama_folder, *QUICK, *sets, *options), message)
 
 
 def test_errors_before_anything_is_measured(
     treespec: Run, chatless_folder: str, mamba_folder: str, llama_folder: str, sets: list[str], tmp_path: Path
 ) -> None:
-    one_error(treespec("bench", llama_folder, *sets, *sets[:2]), "--set code=", "a second set called 'code'")
+    one_error(treespec("bench", llama_folder, *QUICK, *sets, *sets[:2]), "--set code=", "a second set called 'code'")
     TreeConfig(draft="model").save_pretrained(tmp_path / "a" / "tree.json")
     TreeConfig().save_pretrained(tmp_path / "b" / "tree.json")
     configs = [("--config", tmp_path / name / "tree.json") for name in ("a", "b")]
-    one_error(treespec("bench", llama_folder, *sets, *configs[0]), "--config", "draft='model' needs --draft-model")
     one_error(
-        treespec("bench", llama_folder, *sets, *configs[1], *configs[1]), "--config", "second config", "treespec:tree"
+        treespec("bench", llama_folder, *QUICK, *sets, *configs[0]), "--config", "draft='model' needs --draft-model"
     )
-    one_error(treespec("bench", chatless_folder, *sets), "--set chat: ", "no chat template; pass --raw")
-    one_error(treespec("bench", llama_folder, *sets, "--draft-model", mamba_folder), "--draft-model: ", "recurrent")
-    refused = treespec("bench", mamba_folder, *sets)
+    one_error(
+        treespec("bench", llama_folder, *QUICK, *sets, *configs[1], *configs[1]),
+        "--config",
+        "second config",
+        "treespec:tree",
+    )
+    one_error(treespec("bench", chatless_folder, *QUICK, *sets), "--set chat: ", "no chat template; pass --raw")
+    one_error(
+        treespec("bench", llama_folder, *QUICK, *sets, "--draft-model", mamba_folder), "--draft-model: ", "recurrent"
+    )
+    refused = treespec("bench", mamba_folder, *QUICK, *sets)
     assert (refused.exit_code, refused.stdout) == (1, "") and "recurrent" in refused.stderr
 
 
@@ -351,6 +360,6 @@ def test_plot_without_matplotlib(
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     one_error(
-        treespec("bench", llama_folder, *sets, "--csv", tmp_path / "b.csv", "--plot", tmp_path / "b.png"),
+        treespec("bench", llama_folder, *QUICK, *sets, "--csv", tmp_path / "b.csv", "--plot", tmp_path / "b.png"),
         "--plot: needs matplotlib: pip install hf-treespec[cli]",
     )

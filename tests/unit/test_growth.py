@@ -160,7 +160,10 @@ def test_no_limit_is_passed_and_a_level_is_one_call(seed: int, limits: list[Tree
 
 
 def test_nobody_is_asked_when_no_row_has_room() -> None:
-    limits = [TreeLimits(max_nodes=0, max_depth=3, max_children=2), TreeLimits(max_nodes=3, max_depth=0, max_children=2)]
+    limits = [
+        TreeLimits(max_nodes=0, max_depth=3, max_children=2),
+        TreeLimits(max_nodes=3, max_depth=0, max_children=2),
+    ]
     for policy in GROWTH_POLICIES:
         source = Source(0, limits)
         trees = [tree for tree, _ in grow([4, 5], source, limits, policy)]

@@ -69,8 +69,16 @@ class Vocabulary:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "dict": ({"tree_config": {"max_nodes": 3}}, TreeConfigError, r"tree_config=\{'max_nodes': 3\}: expected a TreeConf"),
-    "class": ({"tree_config": TreeConfig}, TreeConfigError, "expected a TreeConfig; for a dict use TreeConfig.from_dict"),
+    "dict": (
+        {"tree_config": {"max_nodes": 3}},
+        TreeConfigError,
+        r"tree_config=\{'max_nodes': 3\}: expected a TreeConf",
+    ),
+    "class": (
+        {"tree_config": TreeConfig},
+        TreeConfigError,
+        "expected a TreeConfig; for a dict use TreeConfig.from_dict",
+    ),
     "custom": ({"custom_generate": lambda model, **_: None}, UnsupportedCallError, "custom_generate with tree_config"),
     "beams": ({"num_beams": 3}, UnsupportedCallError, r"generation mode 'beam_search' \(num_beams=3\)"),
     "lookup": ({"prompt_lookup_num_tokens": 3}, UnsupportedCallError, "prompt_lookup_num_tokens=3 with tree_config"),
@@ -239,7 +247,9 @@ def test_an_attention_that_takes_no_tree_mask_is_named_and_can_be_switched(model
     model.set_attn_implementation("flex_attention")
     assert is_supported(model).ok
     widths = count_forwards(model)
-    with pytest.raises(UnsupportedCallError, match=r"attn_implementation='flex_attention'.*TreeConfig\(attention='sdpa'"):
+    with pytest.raises(
+        UnsupportedCallError, match=r"attn_implementation='flex_attention'.*TreeConfig\(attention='sdpa'"
+    ):
         say(model)
     assert widths == []
     assert torch.equal(say(model, tree_config=TREE.replace(attention="sdpa")), wanted)

@@ -77,7 +77,9 @@ class Scene:
         out = []
         for row, tree in enumerate(self.trees):
             nodes = range(self.slots)[-self.queries :]
-            out.append([[self.sees(row, tree, node, key, may) for key in range(offset, offset + keys)] for node in nodes])
+            out.append(
+                [[self.sees(row, tree, node, key, may) for key in range(offset, offset + keys)] for node in nodes]
+            )
         return out
 
     def sees(self, row: int, tree: TokenTree, node: int, key: int, may: Callable[[int, int, int], bool]) -> bool:

@@ -119,10 +119,7 @@ def test_running_mean_is_plain_first_and_forgets_later() -> None:
     wanted = 0.0
     for count, sample in enumerate(samples, 1):
         mean.add(sample)
-        if count <= 10:
-            wanted = sum(samples[:count]) / count
-        else:
-            wanted = 0.9 * wanted + 0.1 * sample
+        wanted = sum(samples[:count]) / count if count <= 10 else 0.9 * wanted + 0.1 * sample
         assert mean.value == pytest.approx(wanted) and mean.count == count
 
 

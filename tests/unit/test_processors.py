@@ -147,7 +147,9 @@ def test_the_lists_hold_what_they_say() -> None:
     """Each processor that is called length-free or pure, run on changed text, repeatedly, and on a row alone."""
     pure: dict[str, Any] = {
         "RepetitionPenaltyLogitsProcessor": lp.RepetitionPenaltyLogitsProcessor(1.3),
-        "EncoderRepetitionPenaltyLogitsProcessor": lp.EncoderRepetitionPenaltyLogitsProcessor(1.3, torch.tensor([[2]])),
+        "EncoderRepetitionPenaltyLogitsProcessor": lp.EncoderRepetitionPenaltyLogitsProcessor(
+            1.3, torch.tensor([[2]])
+        ),
         "NoRepeatNGramLogitsProcessor": lp.NoRepeatNGramLogitsProcessor(2),
         "EncoderNoRepeatNGramLogitsProcessor": lp.EncoderNoRepeatNGramLogitsProcessor(2, torch.tensor([[5, 1, 5, 2]])),
         "SequenceBiasLogitsProcessor": lp.SequenceBiasLogitsProcessor({(5, 1): -3.0, (2,): 1.0}),

@@ -118,7 +118,7 @@ def test_text_of_ragged_rows_at_any_length_while_it_grows(ask_every: int) -> Non
         for row, token in zip(rows, tokens, strict=True):
             row.extend([] if token is None else [token])
         if step % ask_every == 0 or step == 399:
-            for length in (3, len(rows[1]), len(rows[0]) - 1, len(rows[0])):
+            for length in (1, 3, len(rows[1]), len(rows[0]) - 1, len(rows[0])):
                 found = text.text(length)
                 assert found.shape == (2, length) and found.dtype == torch.int64
                 for row, mine in enumerate(rows):
@@ -126,6 +126,16 @@ def test_text_of_ragged_rows_at_any_length_while_it_grows(ask_every: int) -> Non
                     assert found[row, :known].tolist() == mine[:known]
                     assert found[row, known:].tolist() == [PAD] * (length - known)
     assert text.sequences().tolist() == [rows[0], rows[1] + [PAD] * (len(rows[0]) - len(rows[1]))]
+
+
+def test_a_growing_text_is_copied_a_logarithmic_number_of_times() -> None:
+    text = text_of(rules_of())
+    storages = []
+    for step in range(2000):
+        say(text, step, step)
+        storages.append(text.text(3 + step + 1).untyped_storage().nbytes())
+    assert len(set(storages)) <= 7 and storages == sorted(storages)
+    assert max(storages) <= 2 * 2 * 2003 * 8 + 8 * 64
 
 
 def test_sequences_are_the_callers_own_and_the_prompt_is_never_written_to() -> None:
@@ -168,6 +178,7 @@ def test_rows_apart_end_by_eos_and_by_length_and_then_want_padding() -> None:
     assert [text.forced_token(row) for row in (0, 1)] == [None, PAD]
     assert say(text, 7, None) == set()
     assert text.finished == [True, True]
+    assert say(text, None, PAD) == {1}  # padding goes on for as long as it is wanted
 
 
 def test_without_an_eos_criterion_nothing_is_forced() -> None:
@@ -222,10 +233,13 @@ def test_criteria_of_rows_apart_see_one_row_at_its_own_length() -> None:
     criterion = EndsOn(9)
     rules = StopRules(max_length=None, eos=frozenset(), has_eos=True, others=(criterion,), rowwise=True)
     text = text_of(rules)
-    assert say(text, 6, None) == set()
-    assert say(text, None, 5) == {1}
-    assert say(text, 9, 4) == set()  # row 0 has ended: it is not asked again
-    assert [ids for ids, _ in criterion.calls] == [[[1, 2, 3, 6]], [[0, 4, 5, 5]], [[0, 4, 5, 5, 4]]]
+    assert say(text, 4, None) == {0}
+    assert say(text, 5, None) == set()  # 4 + 5: row 0 ends, two tokens ahead of row 1
+    assert say(text, None, 6) == {1}
+    assert say(text, 9, 3) == {0}  # row 0 had ended: it is not asked again, and what follows is padding
+    assert [ids for ids, _ in criterion.calls] == [
+        [[1, 2, 3, 4]], [[1, 2, 3, 4, 5]], [[0, 4, 5, 6]], [[0, 4, 5, 6, 3]],
+    ]  # fmt: skip
 
 
 def test_every_criterion_is_asked_even_when_one_has_ended_the_row() -> None:

@@ -50,7 +50,8 @@ def test_seconds_are_split_into_forwards_and_the_rest() -> None:
 
 def test_a_call_that_did_nothing_has_no_rates() -> None:
     stats = TreeStats()
-    assert [stats.tokens_per_round, stats.acceptance_rate, stats.overhead_fraction, stats.tokens_per_second] == [0.0] * 4
+    rates = stats.tokens_per_round, stats.acceptance_rate, stats.overhead_fraction, stats.tokens_per_second
+    assert rates == (0.0, 0.0, 0.0, 0.0)
     assert TreeStats(prefill_seconds=1.0, total_seconds=1.0).overhead_fraction == 0.0
 
 

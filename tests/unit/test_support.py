@@ -49,7 +49,7 @@ class ForgetfulLlama(Llama):
     """Builds its own causal mask over the cache, as some remote code does, and so overlooks the tree's."""
 
     @functools.wraps(Llama.forward)
-    def forward(self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+    def forward(self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
         cache = kwargs.get("cache", kwargs.get("past_key_values"))
         past = 0 if cache is None else cache.get_seq_length()
         causal = torch.ones(input_ids.shape[1], past + input_ids.shape[1]).tril(past).log()[None, None]
@@ -60,13 +60,13 @@ class CountingPositionsLlama(Llama):
     """Takes positions and does not use them."""
 
     @functools.wraps(Llama.forward)
-    def forward(self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+    def forward(self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
         return super().forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
 
 
 class RaisingLlama(Llama):
     @functools.wraps(Llama.forward)
-    def forward(self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+    def forward(self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
         raise KeyError("needs pixels")
 
 

@@ -73,7 +73,7 @@ def test_chain_root_only_and_another_root() -> None:
 
 
 def test_trees_are_values() -> None:
-    one, same, other = (TokenTree((1, 2, 3), (-1, 0, last)) for last in (0, 0, 1))
+    one, same, other = (TokenTree((1, 2, 3, 4), (-1, 0, 0, last)) for last in (1, 1, 2))
     assert one == same and hash(one) == hash(same) and one != other
     with pytest.raises(dataclasses.FrozenInstanceError):
         one.tokens = (5,)  # type: ignore[misc]

@@ -120,7 +120,9 @@ CASES = given(
 )
 
 
-def setting(seed: int, batch: int, sampled: bool, longest: int, in_step: bool) -> tuple[Text, list[TokenTree], Decider]:
+def setting(
+    seed: int, batch: int, sampled: bool, longest: int, in_step: bool
+) -> tuple[Text, list[TokenTree], Decider]:
     rng = random.Random(seed)
     same = rng.randrange(3, 6)
     lengths = [same if in_step else rng.randrange(3, 6) for _ in range(batch)]
@@ -156,7 +158,9 @@ def test_rows_apart_emit_plain_text_as_far_as_their_tree_goes(
 
 @settings(max_examples=150, deadline=None)
 @CASES
-def test_rows_in_step_stop_together_at_the_first_that_stops(seed: int, batch: int, sampled: bool, longest: int) -> None:
+def test_rows_in_step_stop_together_at_the_first_that_stops(
+    seed: int, batch: int, sampled: bool, longest: int
+) -> None:
     state, trees, decider = setting(seed, batch, sampled, longest, in_step=True)
     noise = GumbelNoise(seed % 1000, VOCAB) if sampled else None
     wanted = plain(state, noise, 20)
