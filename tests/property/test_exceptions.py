@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria
@@ -179,9 +179,19 @@ BURSTS = {
 }
 
 
+BUSHES = TreeConfig(max_nodes=16, max_depth=6, max_children=3, seed=1, fallback="off")
+
+
 @families
 @FAST
 @given(**BURSTS)
+# In the middle of the prefill, when the layers disagree about what they hold.
+@example(point="target", at=0, batch=1, sampled=False, config=BUSHES, seed=0, read=0)
+@example(point="target", at=0, batch=3, sampled=False, config=BUSHES, seed=1, read=6)
+# When rows have advanced unevenly, behind a user's rectangular cache.
+@example(point="target", at=3, batch=3, sampled=False, config=BUSHES, seed=2, read=0)
+@example(point="source", at=3, batch=3, sampled=True, config=BUSHES, seed=3, read=6)
+@example(point="draft", at=4, batch=3, sampled=False, config=BUSHES, seed=4, read=0)
 def test_exception_leaves_a_committed_prefix(family: str, **burst: Any) -> None:
     check_burst(family, **burst)
 
