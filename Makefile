@@ -67,7 +67,7 @@ slow-part: setup
 	.venv/bin/pytest -m "slow and not gpu" --slow-part $(SLOW_PART) $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 gpu: setup
-	.venv/bin/pytest -m gpu $(PYTEST_ARGS)
+	.venv/bin/python tests/gpu/commit_device.py
 
 clean:
 	rm -rf .venv .venv-517 .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

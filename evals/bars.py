@@ -1,6 +1,6 @@
 """The figures that a release must show, on SmolLM2-135M: same text, tokens a round, overhead, cost of a bad draft.
 
-    python evals/bars.py --data DIR [--out evals/results] [--parts text,overhead,wrong]
+    python evals/bars.py --data DIR [--out evals/results] [--parts text,wrong]
 
 DIR holds HumanEval.jsonl.gz, gsm8k_test.jsonl and mt_bench.jsonl. Everything goes through the public API; forwards of
 the target are counted by one hook for every method alike.
@@ -107,7 +107,13 @@ def part_text(model: Any, tokenizer: Any, data: Path, count: int) -> list[dict[s
                 stats = model.treespec_stats if "tree_config" in kwargs else None
                 if stats is not None:
                     row["overhead"] = round(stats.overhead_fraction, 4)
-                    for field in ("target_seconds", "draft_seconds", "verify_seconds", "commit_seconds", "round_seconds"):
+                    for field in (
+                        "target_seconds",
+                        "draft_seconds",
+                        "verify_seconds",
+                        "commit_seconds",
+                        "round_seconds",
+                    ):
                         row[field] = round(getattr(stats, field), 4)
                 done[method] = row
             for method, row in done.items():
@@ -234,6 +240,8 @@ def main() -> int:
     parser.add_argument("--dtypes", default="float32,bfloat16", help="data types of the wrong-tree part")
     arguments = parser.parse_args()
     parts = set(arguments.parts.split(","))
+    if parts - {"text", "wrong"}:
+        parser.error(f"--parts {arguments.parts}: expected text, wrong or both, with a comma between")
     rows: list[dict[str, Any]] = []
     if "text" in parts:
         model, tokenizer = load_smollm2()

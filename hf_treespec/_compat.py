@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation import logits_process as _lp
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -51,10 +51,13 @@ __all__ = [
     "end_stream",
     "eos_token_ids",
     "is_offloaded",
+    "is_stateful",
+    "is_user_defined",
     "length_free_processors",
     "make_cache",
     "mask_function_of",
     "mask_length",
+    "max_positions",
     "model_forward",
     "overrides_sampling",
     "pad_token_id",
@@ -94,11 +97,16 @@ def attention_implementation(model: PreTrainedModel) -> str:
 
 @contextmanager
 def switch_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Run the model with another attention; the old one comes back on every exit."""
-    before = attention_implementation(model)
-    if before == name:
+    """Run the model with another attention; the old ones of all its parts come back on every exit.
+
+    The setting lives in the model's config: no second thread may run the model meanwhile.
+    """
+    if attention_implementation(model) == name:
         yield
         return
+    parts = {key: getattr(model.config, key, None) for key in getattr(model.config, "sub_configs", {})}
+    before = {"": model.config._attn_implementation}
+    before |= {key: part._attn_implementation for key, part in parts.items() if part is not None}
     try:
         model.set_attn_implementation(name)
         yield
@@ -165,6 +173,16 @@ def overrides_sampling(model: PreTrainedModel) -> bool:
     """Whether the class of the model has a sampling loop of its own."""
     base: Any = getattr(type(model), "_treespec_base", type(model))
     return not base._sample.__qualname__.startswith("GenerationMixin.")
+
+
+def is_stateful(model: Any) -> bool:
+    """Whether the model's state is recurrent."""
+    return bool(model._is_stateful)
+
+
+def is_user_defined(cache: Cache) -> bool:
+    """Whether the caller passed the cache in, so that it outlives the call."""
+    return bool(getattr(cache, "_is_user_defined", False))
 
 
 def accepts_position_ids(model: PreTrainedModel) -> bool:
@@ -263,6 +281,11 @@ def model_forward(
 def vocabulary_size(model: PreTrainedModel) -> int:
     """Width of the logits by the config."""
     return int(model.config.get_text_config().vocab_size)
+
+
+def max_positions(model: PreTrainedModel) -> int | None:
+    """`max_position_embeddings` of the text part, if its config has one."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def embedding_rows(model: PreTrainedModel) -> int:

@@ -52,7 +52,8 @@ class TreeConfig:
             same rule without noise.
         kv_cache: ``"auto"``: the cache of the call, or the dynamic one that `generate` makes.
         attention: ``"auto"`` uses the model's own sdpa or eager attention; ``"sdpa"`` or ``"eager"`` switches the
-            model for the call and back, for models loaded with an attention that takes no tree mask.
+            model for the call and back, for models loaded with an attention that takes no tree mask. The switch is in
+            the model's config: no other thread may run the model during such a call.
         seed: integer in [0, 2**63) that fixes the noise under `do_sample=True`; None draws one from torch's global
             generator, so `torch.manual_seed` governs it.
         fallback: ``"auto"`` measures rounds and decodes plainly while trees do not pay; ``"off"`` always drafts.
@@ -116,7 +117,11 @@ class TreeConfig:
         unknown = sorted(str(key) for key in data if key not in known and key != "schema_version")
         if unknown:
             warnings.warn(f"TreeConfig: unknown keys dropped: {', '.join(unknown)}", TreeSpecWarning, stacklevel=2)
-        return cls(**{key: value for key, value in data.items() if key in known})
+        values = {key: value for key, value in data.items() if key in known}
+        if values.get("fallback") is False:
+            # YAML reads a bare `off` as false.
+            values["fallback"] = "off"
+        return cls(**values)
 
     def to_json_string(self) -> str:
         """The config as indented JSON."""

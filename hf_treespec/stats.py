@@ -1,4 +1,8 @@
-"""`TreeStats`: what one call of `generate` did."""
+"""`TreeStats`: what one call of `generate` did.
+
+Times are the host's. On a GPU a forward only queues its kernels, so that the time of the target appears where the
+host next waits for a value, in `verify_seconds`; only sums over a whole round are meaningful there.
+"""
 
 from __future__ import annotations
 

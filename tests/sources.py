@@ -181,6 +181,4 @@ def wrong_chain(source: Source, row: DraftRow, limits: TreeLimits) -> TokenTree:
     return bud.done()
 
 
-MAKERS = {
-    maker.__name__: maker for maker in (random_tree, half_right, deep, wide, chain, wrong_chain)
-}
+MAKERS = {maker.__name__: maker for maker in (random_tree, half_right, deep, wide, chain, wrong_chain)}

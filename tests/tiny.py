@@ -85,9 +85,7 @@ def build(family: str, *, seed: int = 1, attention: str | None = None, **changes
         fields["attn_implementation"] = attention
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = config_class(
-            **fields, tie_word_embeddings=False, bos_token_id=1, eos_token_id=None, pad_token_id=0
-        )
+        config = config_class(**fields, tie_word_embeddings=False, bos_token_id=1, eos_token_id=None, pad_token_id=0)
         return model_class(config).eval()
 
 
@@ -215,9 +213,7 @@ def margins(model: PreTrainedModel, ids: Tensor, mask: Tensor, *, seed: int = 0,
 
     def margin(row: int, column: int) -> float:
         arguments.update(return_dict_in_generate=True, output_scores=True)
-        out = model.generate(
-            ids, attention_mask=mask, tree_config=TreeConfig(max_nodes=0, seed=seed), **arguments
-        )
+        out = model.generate(ids, attention_mask=mask, tree_config=TreeConfig(max_nodes=0, seed=seed), **arguments)
         scores = out.scores[column - ids.shape[1]][row].double()
         if arguments.get("do_sample"):
             position = int(mask[row].sum()) + column - ids.shape[1]

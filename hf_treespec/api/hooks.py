@@ -1,7 +1,7 @@
 """The hooks on `generate`: where `tree_config` is taken off the call, checked, and acted on.
 
 `generate` itself is not overridden. Each hook gets the original bound method and hands everything without a
-`tree_config` to it untouched.
+`tree_config` to it untouched; `tree_config=None` counts as without.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hf_treespec import _compat
-from hf_treespec.api.support import require_support
+from hf_treespec.api.support import require_support, unwrap
+from hf_treespec.attention import check_attention
 from hf_treespec.config import TreeConfig
-from hf_treespec.engine import Request, generate_with_tree
+from hf_treespec.engine import Request, check_settings, generate_with_tree
 from hf_treespec.errors import TreeConfigError, UnsupportedCallError
 
 if TYPE_CHECKING:
@@ -76,7 +77,12 @@ def _validate_mode(
         value = getattr(generation_config, name, None)
         if value:
             raise UnsupportedCallError(f"{name}={value!r} with tree_config: pass one of the two")
-    assistant = mode_kwargs.get("assistant_model")
+    # Nothing of an earlier call may pass for the statistics of this one, should it be refused.
+    model.__dict__.pop("treespec_stats", None)
+    check_settings(generation_config, synced_gpus=bool(mode_kwargs.get("synced_gpus")))
+    assistant = unwrap(mode_kwargs.get("assistant_model"))
+    for part in filter(None, (model, assistant)):
+        check_attention(part, config.attention)
     require_support(model, "the model")
     _check_draft(model, config, assistant, mode_kwargs)
     plain = _compat.GenerationMode.SAMPLE if generation_config.do_sample else _compat.GenerationMode.GREEDY_SEARCH
@@ -104,8 +110,8 @@ def _check_draft(
     sizes = _compat.vocabulary_size(model), _compat.vocabulary_size(assistant)
     if sizes[0] != sizes[1] and (ours is None or theirs is None):
         _compat.warn_once(
-            f"target and assistant_model have vocabularies of {sizes[0]} and {sizes[1]} ids; they are taken to agree on "
-            "the common ones. The text is right either way, but a draft of another tokenizer is of no use. Pass "
+            f"target and assistant_model have vocabularies of {sizes[0]} and {sizes[1]} ids; they are taken to agree "
+            "on the common ones. The text is right either way, but a draft of another tokenizer is of no use. Pass "
             "tokenizer and assistant_tokenizer to have it checked"
         )
 
@@ -120,7 +126,7 @@ def _decode(
 ) -> Any:
     if tree_config is None:
         return original(input_ids, *args, **kwargs)
-    for name in ("tokenizer", "assistant_tokenizer", "inputs_tensor"):
+    for name in ("tokenizer", "assistant_tokenizer", "inputs_tensor", "synced_gpus"):
         kwargs.pop(name, None)
     request = Request(
         input_ids=input_ids,
@@ -128,9 +134,8 @@ def _decode(
         stopping_criteria=kwargs.pop("stopping_criteria"),
         generation_config=kwargs.pop("generation_config"),
         tree_config=tree_config,
-        assistant_model=kwargs.pop("assistant_model", None),
+        assistant_model=unwrap(kwargs.pop("assistant_model", None)),
         streamer=kwargs.pop("streamer", None),
-        synced_gpus=kwargs.pop("synced_gpus", False),
         model_kwargs=kwargs,
     )
     return generate_with_tree(model, request, lambda stats: setattr(model, "treespec_stats", stats))

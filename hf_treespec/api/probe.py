@@ -17,11 +17,11 @@ from hf_treespec.tree import TokenTree
 
 __all__ = ["probe"]
 
-_PROMPT = (11, 5, 17, 3, 29, 7)
-# Root 2 with children 13 and 19; 19 has children 23 and 31. Node 4's path skips its neighbours in the cache.
-_TREE = TokenTree((2, 13, 19, 23, 31), (-1, 0, 0, 2, 2))
-_RIGHT_PATH = (2, 19, 31)
-_WRONG_PATH = (2, 13, 31)
+_PROMPT = (6, 5, 4, 3, 1, 7)
+# Root 2 with children 3 and 5; 5 has children 4 and 6. The path of the last node skips its neighbours in the cache.
+_TREE = TokenTree((2, 3, 5, 4, 6), (-1, 0, 0, 2, 2))
+_RIGHT_PATH = (2, 5, 6)
+_WRONG_PATH = (2, 3, 6)
 # Error allowed, as a share of what one wrong ancestor changes.
 _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-2}
 _LOW_PRECISION_TOLERANCE = 0.2
@@ -41,20 +41,25 @@ def _evaluation(model: torch.nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def probe(model: PreTrainedModel) -> str | None:
+def probe(model: PreTrainedModel) -> tuple[str | None, bool]:
     """Compare a tree forward with a plain forward over one of its paths.
 
     Returns:
-        None if they agree, else the reason why the model cannot take a tree.
+        None if they agree, else the reason why the model cannot take a tree; and whether that is final: an exception
+        may have come from the state of the machine.
     """
+    if _compat.embedding_rows(model) <= max(_PROMPT + _TREE.tokens):
+        return f"its vocabulary of {_compat.embedding_rows(model)} ids is too small for the probe", True
     attention = _compat.attention_implementation(model)
     wanted = "auto" if attention in _compat.MASK_IMPLEMENTATIONS else "sdpa"
     try:
         with _evaluation(model), attention_for_trees(model, wanted), tree_masks():
             tree = _tree_logits(model)
             right, wrong = (_path_logits(model, path) for path in (_RIGHT_PATH, _WRONG_PATH))
+    except torch.OutOfMemoryError:
+        raise  # says nothing about the model
     except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, KeyError, IndexError) as error:
-        return f"the probe forward raised {type(error).__name__}: {error}"
+        return f"the probe forward raised {type(error).__name__}: {error}", False
     scale = float((right - wrong).abs().max())
     off = float((tree - right).abs().max())
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
@@ -64,12 +69,12 @@ def probe(model: PreTrainedModel) -> str | None:
             f"in a probe its logits at a tree node are off by {off:.3g} from the node's own path, where {allowed:.3g} "
             f"is allowed ({scale:.3g} is what a wrong ancestor changes): it does not build its masks or positions "
             "from the mask registry and position_ids"
-        )
-    return None
+        ), True
+    return None, True
 
 
 def _ids(model: PreTrainedModel, tokens: tuple[int, ...]) -> Tensor:
-    return torch.tensor([tokens], device=model.device) % _compat.embedding_rows(model)
+    return torch.tensor([tokens], device=model.device)
 
 
 def _tree_logits(model: PreTrainedModel) -> Tensor:
@@ -79,9 +84,8 @@ def _tree_logits(model: PreTrainedModel) -> Tensor:
     _compat.model_forward(model, input_ids=prompt, cache=cache, position_ids=positions)
     rows = RowCache(cache, [len(_PROMPT)])
     forward = TargetForward(model, rows, positions[:, -1:], None, {"use_cache": True})
-    tokens = tuple(token % _compat.embedding_rows(model) for token in _TREE.tokens)
     with rows.transaction():
-        logits = forward([TokenTree(tokens, _TREE.parents)], [1])
+        logits = forward([_TREE], [1])
     return logits[0, -1].double()
 
 

@@ -18,6 +18,7 @@ from hf_treespec.errors import UnsupportedModelError
 __all__ = ["Support", "is_supported", "require_support", "unwrap"]
 
 _REMEMBERED = 64
+_PROVEN = "a probe tree equals its paths"
 _LOCK = threading.Lock()
 _ANSWERS: OrderedDict[tuple[Any, ...], Support] = OrderedDict()
 
@@ -80,8 +81,10 @@ def is_supported(model: Any) -> Support:
     with _LOCK:
         key = _key(inner)
         if key not in _ANSWERS:
-            error = probe(inner)
-            _ANSWERS[key] = _refuse(error) if error else Support(True, "mask", "a probe tree equals its paths")
+            error, final = probe(inner)
+            if not final:
+                return _refuse(str(error))
+            _ANSWERS[key] = _refuse(error) if error else Support(True, "mask", _PROVEN + _attention_hint(inner))
             while len(_ANSWERS) > _REMEMBERED:
                 _ANSWERS.popitem(last=False)
         return _ANSWERS[key]
@@ -97,8 +100,16 @@ def require_support(model: Any, name: str) -> None:
     support = is_supported(model)
     if not support.ok:
         raise UnsupportedModelError(
-            f"{name} ({type(unwrap(model)).__name__}) cannot take a tree: {support.reason}. Generate without tree_config"
+            f"{name} ({type(unwrap(model)).__name__}) cannot take a tree: {support.reason}. "
+            "Generate without tree_config"
         )
+
+
+def _attention_hint(model: PreTrainedModel) -> str:
+    own = _compat.attention_implementation(model)
+    if own in _compat.MASK_IMPLEMENTATIONS:
+        return ""
+    return f" under sdpa; the model runs {own!r}, so calls need TreeConfig(attention='sdpa')"
 
 
 def _key(model: PreTrainedModel) -> tuple[Any, ...]:
@@ -114,7 +125,7 @@ def _static_reason(model: PreTrainedModel) -> str | None:
         return "the model cannot generate"
     if model.config.is_encoder_decoder:
         return "encoder-decoder models are not supported"
-    if model._is_stateful:
+    if _compat.is_stateful(model):
         return "its state is recurrent and cannot drop rejected nodes"
     if _compat.overrides_sampling(model):
         return "its class brings a decoding loop of its own"

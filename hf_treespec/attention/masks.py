@@ -113,7 +113,7 @@ def _tree_mask(
     if (batch_size, q_length) != (rows, queries):
         raise TreeSpecError(
             f"a mask for batch {batch_size} and {q_length} queries was asked for during a tree forward of batch "
-            f"{rows} and {queries} nodes; the model builds masks for other inputs than its tokens and cannot take a tree"
+            f"{rows} and {queries} nodes; the model builds masks for other inputs than its tokens and takes no tree"
         )
     base, slots = context.base, context.slot_depths_BM.shape[1]
     key_K = torch.arange(kv_length, device=device) + kv_offset

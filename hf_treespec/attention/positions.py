@@ -29,7 +29,7 @@ def learned_position_limit(model: nn.Module, max_positions: int | None) -> int |
     """First position that the model's learned position table cannot hold; None for a model without such a table.
 
     Args:
-        model: the model, searched for the table by name.
+        model: the model, searched for the table by name; rotary models have none.
         max_positions: `max_position_embeddings` of its config, if it has one.
     """
     rows = [

@@ -12,7 +12,22 @@ from hf_treespec.errors import UnsupportedCallError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["attention_for_trees"]
+__all__ = ["attention_for_trees", "check_attention"]
+
+
+def check_attention(model: PreTrainedModel, wanted: str) -> None:
+    """Refuse a model whose own attention takes no tree mask, unless the call names one that does.
+
+    Raises:
+        UnsupportedCallError: naming the attention and what to do.
+    """
+    own = _compat.attention_implementation(model)
+    if wanted == "auto" and own not in _compat.MASK_IMPLEMENTATIONS:
+        raise UnsupportedCallError(
+            f"{type(model).__name__} runs attn_implementation={own!r}, which takes no tree mask; expected one of "
+            f"{_compat.MASK_IMPLEMENTATIONS}. Load the model with attn_implementation='sdpa', or pass "
+            "TreeConfig(attention='sdpa') to switch it for the call"
+        )
 
 
 @contextmanager
@@ -26,14 +41,7 @@ def attention_for_trees(model: PreTrainedModel, wanted: str) -> Iterator[None]:
     Raises:
         UnsupportedCallError: with "auto" for a model whose own attention cannot take a tree mask.
     """
+    check_attention(model, wanted)
     own = _compat.attention_implementation(model)
-    if wanted == "auto":
-        if own not in _compat.MASK_IMPLEMENTATIONS:
-            raise UnsupportedCallError(
-                f"{type(model).__name__} runs attn_implementation={own!r}, which takes no tree mask; expected one of "
-                f"{_compat.MASK_IMPLEMENTATIONS}. Load the model with attn_implementation='sdpa', or pass "
-                "TreeConfig(attention='sdpa') to switch it for the call"
-            )
-        wanted = own
-    with _compat.switch_attention(model, wanted):
+    with _compat.switch_attention(model, own if wanted == "auto" else wanted):
         yield

@@ -16,7 +16,9 @@ _KINDS: dict[type, str] = {_compat.DynamicLayer: DENSE, _compat.DynamicSlidingWi
 
 def layer_kind(layer: Any) -> str | None:
     """`DENSE`, `SLIDING`, or None for a class that cannot take a tree."""
-    return _KINDS.get(type(layer))
+    kind = _KINDS.get(type(layer))
+    # A window of one token is kept whole by transformers (its slice [-0:] is everything): not to be relied on.
+    return None if kind == SLIDING and layer.sliding_window < 2 else kind
 
 
 def check_cache(cache: Any) -> _compat.Cache:

@@ -87,9 +87,11 @@ class CacheTransaction:
         self._rows = rows
         self._dense: list[tuple[Any, dict[str, Any]]] = []
         self._recorders: list[Recorder] = []
+        self._lengths: list[int] = []
         self._open = False
 
     def __enter__(self) -> CacheTransaction:
+        self._lengths = list(self._rows.lengths)
         # `generate` may hand over a cache whose layers appear at the first update; by now they exist.
         for layer in self._rows.cache.layers:
             if layer_kind(layer) == DENSE:
@@ -107,6 +109,7 @@ class CacheTransaction:
             self._undo()
 
     def _undo(self) -> None:
+        self._rows.lengths = self._lengths
         for layer, snapshot in self._dense:
             layer.__dict__.clear()
             layer.__dict__.update(snapshot)
@@ -130,7 +133,6 @@ class CacheTransaction:
         uniform = gaps == old_gaps
 
         source_BL = None if uniform else _sources(before, after, old_gaps, gaps, slots)
-        self._open = False
         for layer, _ in self._dense:
             if source_BL is None:
                 _move_in_place(layer, before, slots)
@@ -153,6 +155,8 @@ class CacheTransaction:
             window = int(layer.sliding_window) - 1
             _gather(layer, keys, values, source_BL[:, max(0, after - window) :], first=first)
             layer.cumulative_length = after
+        # Only now: an interrupt between two layers must still undo them all.
+        self._open = False
 
 
 def _move_in_place(layer: Any, base: int, slots: Sequence[Sequence[int]]) -> None:

@@ -173,6 +173,8 @@ def _prepare(
     draft = load_model(draft_name, "--draft-model", options) if draft_name is not None else None
     if draft is not None and not (support := hf_treespec.is_supported(draft)).ok:
         raise UsageFault("--draft-model", f"{draft_name} cannot take a tree: {support.reason}")
+    if draft is not None and len({one.config.get_text_config().vocab_size for one in (model, draft)}) > 1:
+        raise UsageFault("--draft-model", f"{draft_name} has another vocabulary size, which assisted decoding refuses")
     constants = {
         "temperature": settings["temperature"],
         "max_new_tokens": settings["max_new_tokens"],

@@ -121,7 +121,6 @@ def _facts(model: PreTrainedModel) -> dict[str, Any]:
     from hf_treespec.attention import learned_position_limit
 
     support = is_supported(model)
-    text_config = model.config.get_text_config()
     attention = _compat.attention_implementation(model)
     return {
         "class": type(model).__name__,
@@ -132,7 +131,7 @@ def _facts(model: PreTrainedModel) -> dict[str, Any]:
         "attention": attention,
         "attention_takes_trees": attention in _compat.MASK_IMPLEMENTATIONS,
         "vocabulary": _compat.vocabulary_size(model),
-        "learned_positions": learned_position_limit(model, getattr(text_config, "max_position_embeddings", None)),
+        "learned_positions": learned_position_limit(model, _compat.max_positions(model)),
         "dtype": str(model.dtype).removeprefix("torch."),
     }
 

@@ -85,7 +85,7 @@ class LevelReader:
                 self._add_slot(row, 0, 0)
             read = self._read_fresh(row) if at_root and nodes else self._read_nodes(row, builders[row], nodes)
             tokens.append([0] * (width - len(read)) + [self._reader.safe(token) for token in read])
-        logits = self._forward(tokens, keep=1 if at_root else 0)
+        logits = self._forward(tokens, [width - len(row) for row in wanted], keep=1 if at_root else 0)
         return [
             self._rank(row, builders[row], nodes, logits[row, logits.shape[1] - len(nodes) :])
             for row, nodes in enumerate(frontier)
@@ -137,7 +137,7 @@ class LevelReader:
         noise = [source.noise(first + builder.depths[n]) if source.noise else None for n in nodes]
         return self._reader.rank(logits, noise, self._children)
 
-    def _forward(self, tokens: list[list[int]], *, keep: int) -> Tensor:
+    def _forward(self, tokens: list[list[int]], filler: Sequence[int], *, keep: int) -> Tensor:
         width, slots = len(tokens[0]), len(self._depths[0])
         words = -(-slots // 64)
         packed = [[pack_bits(bits, words) for bits in row[-width:]] for row in self._visible]
@@ -150,6 +150,9 @@ class LevelReader:
             visible_BQM=unpack_words(torch.tensor(packed, dtype=torch.int64), slots),
         )
         positions = torch.tensor(self._cache.lengths)[:, None] + depths
+        for row, count in enumerate(filler):
+            # The next position of a row without a budget may not exist.
+            positions[row, :count] = 0
         mask = self._cache.mask(slots, None, "cpu")
         with tree_forward_context(context):
             return self._reader.forward(torch.tensor(tokens), positions, self._cache, mask, logits_to_keep=keep)

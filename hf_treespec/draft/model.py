@@ -57,9 +57,7 @@ class ModelDraft:
         self._vocab = min(vocab_size, _compat.vocabulary_size(model))
         self._readable = _compat.embedding_rows(model)
         self._processors = processors
-        self._position_limit = learned_position_limit(
-            model, getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        )
+        self._position_limit = learned_position_limit(model, _compat.max_positions(model))
         self._rows: RowCache | None = None
         self._open: ExitStack | None = None
         self._pass: LevelReader | None = None
@@ -72,7 +70,7 @@ class ModelDraft:
         if not any(limit.max_nodes for limit in limits):
             return [TokenTree.root_only(token) for token in roots]
         if self._rows is None:
-            self._rows = self._prefill(rows)
+            self._rows = self._prefill(rows, limits)
         self._open = ExitStack()
         transaction = self._open.enter_context(self._rows.transaction())
         self._pass = LevelReader(self, rows, self._rows, transaction, max(limit.max_children for limit in limits))
@@ -102,9 +100,9 @@ class ModelDraft:
         # A node at depth d is read at position len(tokens) - 1 + d; the deepest level is never read.
         return limit.capped(max_depth=self._position_limit - len(row.tokens) + 1)
 
-    def _prefill(self, rows: Sequence[DraftRow]) -> RowCache:
-        """Read everything but the root, as one left-padded batch."""
-        texts = [row.tokens[:-1] for row in rows]
+    def _prefill(self, rows: Sequence[DraftRow], limits: Sequence[TreeLimits]) -> RowCache:
+        """Read everything but the root, as one left-padded batch; rows without a budget may be too long to read."""
+        texts = [row.tokens[:-1] if limit.max_nodes else [] for row, limit in zip(rows, limits, strict=True)]
         cache = RowCache(_compat.make_cache(self.model.config), [0] * len(rows))
         width = max(len(text) for text in texts)
         if not width:

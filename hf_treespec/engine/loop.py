@@ -17,7 +17,7 @@ from hf_treespec.cache import RowCache, check_cache
 from hf_treespec.config import TreeConfig
 from hf_treespec.control import SizePolicy
 from hf_treespec.draft import Draft, ModelDraft, NgramDraft
-from hf_treespec.engine.checks import check_call
+from hf_treespec.engine.checks import check_inputs
 from hf_treespec.engine.forward import TargetForward
 from hf_treespec.engine.prompt import Prompt
 from hf_treespec.engine.round import RoundRunner
@@ -46,7 +46,6 @@ class Request:
         tree_config: how to speculate.
         assistant_model: draft model, if one was passed.
         streamer: already holds the prompt.
-        synced_gpus: whether all ranks must run the same number of forwards.
     """
 
     input_ids: Tensor
@@ -57,7 +56,6 @@ class Request:
     tree_config: TreeConfig
     assistant_model: PreTrainedModel | None = None
     streamer: BaseStreamer | None = None
-    synced_gpus: bool = False
 
 
 def generate_with_tree(
@@ -76,7 +74,7 @@ def generate_with_tree(
     Raises:
         UnsupportedCallError: before any forward, for calls that cannot be right with a tree.
     """
-    check_call(model, request)
+    check_inputs(request.input_ids, request.model_kwargs)
     stats = TreeStats(batch_size=int(request.input_ids.shape[0]))
     start = time.perf_counter()
     try:
@@ -155,18 +153,14 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
         noise=noise,
         stats=stats,
         in_step=in_step,
-        position_limit=learned_position_limit(
-            model, getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        ),
-        batched_choice=device.type != "cpu"
-        and not keep_scores
-        and are_length_free(request.logits_processor),
+        position_limit=learned_position_limit(model, _compat.max_positions(model)),
+        batched_choice=device.type != "cpu" and not keep_scores and are_length_free(request.logits_processor),
     )
     try:
         with _compat.decode_context(model):
             while not all(text.finished):
                 runner.run()
-            if wants_dict or getattr(cache, "_is_user_defined", False):
+            if wants_dict or _compat.is_user_defined(cache):
                 runner.fill(max(text.new_lengths))
     finally:
         stats.draft_forward_seconds = getattr(draft, "forward_seconds", 0.0)

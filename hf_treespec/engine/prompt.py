@@ -76,9 +76,11 @@ class Prompt:
         positions = model_kwargs.get("position_ids")
         if positions is None:
             positions = torch.tensor([[n - 1] for n in real], device=input_ids.device)
+        # One row of position ids may serve the whole batch.
+        last = positions[..., -1:]
         return cls(
             mask_BP=None if mask is None else (mask != 0).long(),
-            last_positions=positions[..., -1:],
+            last_positions=last.expand(*last.shape[:-2], batch, 1),
             real_tokens=real,
             known_tokens=known,
         )

@@ -70,14 +70,19 @@ class RoundRunner:
         active = [row for row, done in enumerate(self._text.finished) if not done]
         rows = list(range(len(self._text.finished))) if self._in_step else active
         start = time.perf_counter()
-        wanted = [self._row_limits(row, limits, drafts=self._drafts(row)) for row in range(len(self._text.finished))]
+        every = range(len(self._text.finished))
+        if self._in_step:
+            # An ended row follows with padding, as deep as the others: its positions bound them too.
+            ended = [self._row_limits(row, limits, drafts=True).max_depth for row in every if not self._drafts(row)]
+            limits = limits.capped(max_depth=min(ended, default=limits.max_depth))
+        wanted = [self._row_limits(row, limits, drafts=self._drafts(row)) for row in every]
         trees = self._draft.propose(self._text.draft_rows, wanted)
         self._stats.draft_seconds += time.perf_counter() - start
         if self._in_step:
             depth = max(tree.max_depth for tree in trees)
             trees = [self._padding(row, depth) if not self._drafts(row) else tree for row, tree in enumerate(trees)]
         before = self._text.new_lengths
-        paths = self._score_and_walk(trees, rows)
+        paths = self._score_and_walk(trees, rows, self._stats)
         drafted = any(trees[row].drafted for row in active)
         emitted = [now - then for now, then in zip(self._text.new_lengths, before, strict=True)]
         for row in active:
@@ -108,7 +113,8 @@ class RoundRunner:
                 self._padding(row, length - self._text.new_lengths[row] - 1 if row in rows else 0)
                 for row in range(len(self._text.finished))
             ]
-            self._score_and_walk(trees, rows)
+            # Not a round of decoding: its time counts in the total only.
+            self._score_and_walk(trees, rows, TreeStats())
 
     def _drafts(self, row: int) -> bool:
         return self._text.forced_token(row) is None
@@ -130,9 +136,9 @@ class RoundRunner:
         root = self._text.draft_rows[row].tokens[-1]
         return TokenTree.root_only(root) if pad is None else TokenTree.chain([root, *[pad] * depth])
 
-    def _score_and_walk(self, trees: Sequence[TokenTree], rows: Sequence[int]) -> list[list[int]]:
-        stats = self._stats
-        ahead = self._text.new_lengths
+    def _score_and_walk(self, trees: Sequence[TokenTree], rows: Sequence[int], stats: TreeStats) -> list[list[int]]:
+        # A row that takes no part has only filler in this forward; its next position may not exist.
+        ahead = [new if row in rows else max(0, new - 1) for row, new in enumerate(self._text.new_lengths)]
         with self._cache.transaction() as transaction:
             start = time.perf_counter()
             logits = self._forward(trees, ahead)

@@ -100,7 +100,7 @@ class GrowingText:
         self._scores: list[list[Tensor]] | None = [[] for _ in range(batch)] if keep_scores else None
         self._logits: list[list[Tensor]] | None = [[] for _ in range(batch)] if keep_logits else None
         self._steps: tuple[Tensor, ...] | None = () if keep_scores else None
-        self._buffer = input_ids
+        self._buffer = input_ids.long()
         self._written = [0] * batch
 
     # -- TextState --
@@ -131,7 +131,7 @@ class GrowingText:
                 start = self.prompt_width + done
                 self._buffer[row, start : start + len(fresh)] = torch.tensor(fresh, device=self._buffer.device)
                 self._written[row] = done + len(fresh)
-        return self._buffer[:, :length]
+        return self._buffer[:, :length].contiguous()
 
     def emit(self, tokens: dict[int, int], scores: dict[int, Tensor], logits: dict[int, Tensor]) -> set[int]:
         """Append one token to each given row; see `TextState.emit`."""
@@ -167,7 +167,7 @@ class GrowingText:
             text = self.text(self.length(next(iter(tokens))))
             for criterion in rules.others:
                 verdict = criterion(text, self._steps)
-                flags = [bool(verdict)] * len(self._new) if isinstance(verdict, bool) else verdict.tolist()
+                flags = torch.as_tensor(verdict).expand(len(self._new)).tolist()
                 ended |= {row for row in tokens if flags[row]}
             return ended
         for row in tokens:

@@ -116,10 +116,6 @@ class TokenTree:
             node = self.parents[node]
         return out[::-1]
 
-    def replace_root(self, token: int) -> TokenTree:
-        """The same tree below another root token."""
-        return TokenTree((token, *self.tokens[1:]), self.parents)
-
 
 class TreeBuilder:
     """A tree that still grows, with a score per node.

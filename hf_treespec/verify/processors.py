@@ -54,11 +54,6 @@ class NodeScorer:
         self._batch = batch_size
         self._length_free = are_length_free(processors)
 
-    @property
-    def length_free(self) -> bool:
-        """Whether scores depend on the logits alone."""
-        return self._length_free
-
     def scores(
         self, logits: Mapping[int, Tensor], lengths: Mapping[int, int], buffer: TextBuffer
     ) -> dict[int, Tensor]:

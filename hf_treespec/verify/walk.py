@@ -9,6 +9,7 @@ construction: the emitted tokens do not depend on the tree.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import isfinite
 from typing import Protocol
 
 import torch
@@ -41,6 +42,15 @@ class TextState(TextBuffer, Protocol):
         ...
 
 
+def _require_finite(best: float) -> None:
+    # Plain sampling fails here too; an arg-max over NaN would choose a token without a word.
+    if not isfinite(best):
+        raise RuntimeError(
+            f"sampling: the best score of a token is {best}; the logits, or what a logits processor made of them, "
+            "hold inf or nan, or leave no token at all"
+        )
+
+
 class Decider:
     """Chooses the token at a node.
 
@@ -63,8 +73,12 @@ class Decider:
         tokens = dict(forced)
         for row, row_scores in scores.items():
             if row not in forced:
-                noise = 0.0 if self._noise is None else self._noise.at(row, state.position(row))
-                tokens[row] = int((row_scores + noise).argmax())
+                if self._noise is None:
+                    tokens[row] = int(row_scores.argmax())
+                else:
+                    best = (row_scores + self._noise.at(row, state.position(row))).max(-1)
+                    _require_finite(float(best.values))
+                    tokens[row] = int(best.indices)
         return tokens, scores
 
     def choose_all(self, state: TextState, logits_BNV: Tensor, trees: Sequence[TokenTree]) -> list[list[int]]:
@@ -76,13 +90,18 @@ class Decider:
         scores_BNV = self._scorer.flat_scores(logits_BNV.reshape(-1, vocab), state).view(batch, nodes, vocab)
         if self._noise is None:
             return scores_BNV.argmax(-1).tolist()
-        chosen = []
+        chosen, best = [], []
         for row, tree in enumerate(trees):
             first = state.position(row)
             noise_DV = torch.stack([self._noise.at(row, first + depth) for depth in range(tree.max_depth + 1)])
             depths_N = torch.tensor([*tree.depths, *[0] * (nodes - len(tree))], device=noise_DV.device)
-            chosen.append((scores_BNV[row] + noise_DV[depths_N]).argmax(-1))
-        return torch.stack(chosen).tolist()
+            top = (scores_BNV[row] + noise_DV[depths_N]).max(-1)
+            chosen.append(top.indices)
+            best.append(top.values.isfinite().logical_not().any().long().expand(1))
+        flat = torch.cat([*chosen, *best]).tolist()
+        if any(flat[batch * nodes :]):
+            _require_finite(float("nan"))
+        return [flat[row * nodes : (row + 1) * nodes] for row in range(batch)]
 
 
 def walk_trees(

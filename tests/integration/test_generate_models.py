@@ -13,7 +13,6 @@ from calls import BUSHES, GREEDY, SAMPLED, twice
 from hf_treespec import TreeConfig, _compat, enable
 from tiny import (
     FAMILIES,
-    MARGIN,
     WIDTH,
     assert_same_text,
     build,

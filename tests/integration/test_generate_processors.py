@@ -127,7 +127,9 @@ def test_processor_with_a_state_is_called_once_a_token(
 @samplings
 def test_processor_that_writes_in_place_changes_nothing_else(batch: int, sampling: dict[str, Any]) -> None:
     ids, mask = prompt("llama", batch)
-    pair = twice(ids, mask, logits_processor=LogitsProcessorList([InPlace()]), output_logits=True, **sampling, **WANTED)
+    pair = twice(
+        ids, mask, logits_processor=LogitsProcessorList([InPlace()]), output_logits=True, **sampling, **WANTED
+    )
     assert_same_scores(pair)
     # `logits` of the tree are raw. Plain decoding returns whatever the processor left of them.
     raw = stock("llama")(pair.actual.sequences[:1, mask[0].argmax() :]).logits[0, -NEW - 1 : -1]

@@ -141,7 +141,9 @@ def test_max_time_is_looked_at_after_every_token(monkeypatch: pytest.MonkeyPatch
     # A clock that ticks once a look: the call ends at a token of its choice, in the middle of a path.
     for limit in (0.5, 1.5, 4.5, 5.5, 8.5):
         ticks = itertools.count()
-        monkeypatch.setattr("transformers.generation.stopping_criteria.time.time", lambda ticks=ticks: float(next(ticks)))
+        monkeypatch.setattr(
+            "transformers.generation.stopping_criteria.time.time", lambda ticks=ticks: float(next(ticks))
+        )
         pair = twice(ids, mask, maker="half_right", max_new_tokens=14, max_time=limit)
         assert 1 <= pair.actual.shape[1] - WIDTH == int(limit) + 1
 

@@ -27,7 +27,6 @@ from tiny import (
     fingerprint,
     first_block,
     margins,
-    new_cache,
     plain_cache,
     prompt,
     real_texts,

@@ -85,9 +85,7 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str
 
 
 @pytest.mark.parametrize("dtype", DEVICE.DTYPES)
-@pytest.mark.parametrize(
-    "name", [case.name for case in DEVICE.CASES if not case.gpu_only and case.layout != "far"]
-)
+@pytest.mark.parametrize("name", [case.name for case in DEVICE.CASES if not case.gpu_only and case.layout != "far"])
 def test_interpreted_kernel_equals_the_reference_bit_for_bit(interpreted: dict, name: str, dtype: str) -> None:
     assert interpreted[name, dtype]["wrong"] == 0
 
@@ -177,9 +175,7 @@ def test_compiles_for_nvidia_without_local_memory(
 
 
 @pytest.mark.parametrize(("element", "head_dim", "store_bits"), VARIANTS)
-def test_a_barrier_keeps_each_write_behind_the_reads(
-    compiler, element: str, head_dim: int, store_bits: int
-) -> None:
+def test_a_barrier_keeps_each_write_behind_the_reads(compiler, element: str, head_dim: int, store_bits: int) -> None:
     # The interpreter runs a program on one thread and cannot miss the barrier; the compiled code can.
     ptx = compiler(element, head_dim, "cuda", 90, 32).asm["ptx"]
     steps = re.findall(r"\b(ld\.global|bar\.sync|bar\.warp\.sync|st\.global)\b", ptx)

@@ -63,13 +63,10 @@ def test_arrays_that_are_no_tree_are_refused(tokens: tuple[int, ...], parents: t
         TokenTree(tokens, parents)
 
 
-def test_chain_root_only_and_another_root() -> None:
+def test_chain_and_root_only() -> None:
     chain = TokenTree.chain([4, 4, 9])
     assert (chain.tokens, chain.parents, chain.depths) == ((4, 4, 9), (-1, 0, 1), (0, 1, 2))
     assert TokenTree.root_only(4) == TokenTree.chain([4]) == TokenTree((4,), (-1,))
-    bushy = TokenTree((1, 2, 3, 2), (-1, 0, 0, 2))
-    assert bushy.replace_root(8) == TokenTree((8, 2, 3, 2), (-1, 0, 0, 2))
-    assert bushy.tokens[0] == 1
 
 
 def test_trees_are_values() -> None:
