@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_treespec import TreeConfig, TreeStats
 from sources import MAKERS, Source, drafting
-from tiny import assert_lively, assert_same_text, prompt, real_texts, reference, stock, treed
+from tiny import assert_same_text, prompt, real_texts, reference, stock, treed
 
 CHAINS_OF_4 = TreeConfig(max_nodes=4, max_depth=4, max_children=1, fallback="off", seed=3)
 BUSHES = TreeConfig(max_nodes=24, max_depth=6, max_children=4, fallback="off", seed=3)
@@ -82,12 +84,19 @@ def twice(
     return Pair(expected, actual, plain, tree, source, tree_model.treespec_stats)
 
 
-def distinct_prompt(family: str, count: int, batch: int = 1, **arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+@functools.cache
+def distinct_prompt(family: str, count: int, batch: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """A prompt after which the first `count` greedy tokens of each row are all different, its mask, and the text."""
+    chosen: dict[int, Tensor] = {}
     for seed in range(200):
         ids, mask = prompt(family, batch, seed)
-        text = reference(stock(family), ids, mask, max_new_tokens=count + 6, **arguments)
-        if all(len(set(row[ids.shape[1] :][:count].tolist())) == count for row in text):
-            assert_lively(text)
+        text = reference(stock(family), ids, mask, max_new_tokens=count)
+        for row in range(batch):
+            if len(set(text[row, ids.shape[1] :].tolist())) == count:
+                chosen.setdefault(row, ids[row])
+        if len(chosen) == batch:
+            ids = torch.stack([chosen[row] for row in range(batch)])
+            text = reference(stock(family), ids, mask, max_new_tokens=count + 6)
+            assert all(len(set(row[ids.shape[1] :][:count].tolist())) == count for row in text)
             return ids, mask, text
     raise AssertionError(f"{family} repeats itself within {count} tokens after every prompt tried")

@@ -34,7 +34,7 @@ samplings = pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["t0", "t
 @pytest.mark.parametrize("index", range(8))
 def test_stop_string_that_straddles_two_tokens(family: str, index: int) -> None:
     # Chains of four of the true text: the pairs (0, 1), (4, 5) and (5, 6) straddle two rounds, the others lie in a path.
-    ids, mask, text = distinct_prompt(family, 12)
+    ids, mask, text = distinct_prompt(family, 10)
     tokenizer = letters(vocabulary(family))
     left, right = (tokenizer.convert_ids_to_tokens(int(text[0, WIDTH + n])) for n in (index, index + 1))
     if "<" in left + right:
@@ -188,7 +188,8 @@ def test_streamer_gets_what_plain_decoding_puts(family: str, batch: int, samplin
     one, two = (extra["streamer"].events for extra in (pair.plain, pair.tree))
     assert two == one
     assert [name for name, _ in two].count("streamer.end") == 1 and two[-1][0] == "streamer.end"
-    assert len(pair.source.rounds) < len(two) - 3
+    # More tokens than rounds, or nothing would show that tokens come one by one.
+    assert eos is not None or len(pair.source.rounds) < pair.actual.shape[1] - WIDTH - 1
 
 
 @families
