@@ -81,7 +81,9 @@ def test_bad_rows_behind_the_limit_are_not_looked_at(tmp_path: Path) -> None:
     assert load_set(f"s={path}", 1).prompts == ("one",)
 
 
-@pytest.mark.parametrize("damage", [b"no gzip at all", gzip.compress(b'{"prompt": "one"}\n' * 999)[:-20]])
+@pytest.mark.parametrize(
+    "damage", [b"no gzip at all", gzip.compress(b'{"prompt": "one"}\n' * 999)[:-20]], ids=["text", "cut off"]
+)
 def test_bad_gzip(tmp_path: Path, damage: bytes) -> None:
     path = tmp_path / "set.jsonl.gz"
     path.write_bytes(damage)
