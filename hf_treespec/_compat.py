@@ -61,6 +61,7 @@ __all__ = [
     "model_forward",
     "overrides_sampling",
     "pad_token_id",
+    "passed_cache",
     "prefill",
     "prepare_inputs",
     "process_logits",
@@ -126,6 +127,11 @@ def cache_kwarg(model: nn.Module) -> str:
 def cache_from_outputs(outputs: Any) -> Cache | None:
     """The cache that a forward returned, under its old or new name."""
     return outputs["cache"] if "cache" in outputs else outputs.get("past_key_values")  # type: ignore[no-any-return]
+
+
+def passed_cache(model_kwargs: dict[str, Any]) -> Any:
+    """The cache of a prepared call, under its old or new name."""
+    return model_kwargs.get("cache", model_kwargs.get("past_key_values"))
 
 
 def cache_length(cache: Cache) -> int:

@@ -17,11 +17,11 @@ from hf_treespec.tree import TokenTree
 
 __all__ = ["probe"]
 
-_PROMPT = (6, 5, 4, 3, 1, 7)
-# Root 2 with children 3 and 5; 5 has children 4 and 6. The path of the last node skips its neighbours in the cache.
-_TREE = TokenTree((2, 3, 5, 4, 6), (-1, 0, 0, 2, 2))
-_RIGHT_PATH = (2, 5, 6)
-_WRONG_PATH = (2, 3, 6)
+_PROMPT = (4, 3, 1, 2, 3, 1)
+# Root 2 with children 3 and 1; 1 has children 4 and 3. The path of the last node skips its neighbours in the cache.
+_TREE = TokenTree((2, 3, 1, 4, 3), (-1, 0, 0, 2, 2))
+_RIGHT_PATH = (2, 1, 3)
+_WRONG_PATH = (2, 3, 3)
 # Error allowed, as a share of what one wrong ancestor changes.
 _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-2}
 _LOW_PRECISION_TOLERANCE = 0.2

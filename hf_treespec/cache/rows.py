@@ -8,7 +8,8 @@ Shapes: B rows, L physical length, M tree slots, H heads, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -20,7 +21,25 @@ from hf_treespec.cache.layers import DENSE, check_cache, layer_kind
 from hf_treespec.cache.replay import Recorder, replay_commit
 from hf_treespec.errors import TreeSpecError
 
-__all__ = ["CacheTransaction", "RowCache"]
+__all__ = ["CacheTransaction", "RowCache", "restored_on_error"]
+
+
+@contextmanager
+def restored_on_error(cache: _compat.Cache | None) -> Iterator[None]:
+    """Give a cache its layers back as they were if the forward inside, such as a prefill, fails half-way."""
+    if cache is None:
+        yield
+        return
+    layers = list(cache.layers)
+    states = [dict(layer.__dict__) for layer in layers]
+    try:
+        yield
+    except BaseException:
+        cache.layers[:] = layers
+        for layer, state in zip(layers, states, strict=True):
+            layer.__dict__.clear()
+            layer.__dict__.update(state)
+        raise
 
 
 class RowCache:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from hf_treespec import _compat
 from hf_treespec.cache import check_cache
 from hf_treespec.errors import UnsupportedCallError
 
@@ -44,7 +45,7 @@ def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
     """
     if model_kwargs.get("inputs_embeds") is not None:
         raise UnsupportedCallError("inputs_embeds with tree_config: drafts need token ids; pass input_ids instead")
-    cache = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
+    cache = _compat.passed_cache(model_kwargs)
     if cache is not None:
         check_cache(cache)
     if input_ids.shape[1] == 0:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_treespec import _compat
 from hf_treespec.attention import attention_for_trees, learned_position_limit, tree_masks
-from hf_treespec.cache import RowCache, check_cache
+from hf_treespec.cache import RowCache, check_cache, restored_on_error
 from hf_treespec.config import TreeConfig
 from hf_treespec.control import SizePolicy
 from hf_treespec.draft import Draft, ModelDraft, NgramDraft
@@ -123,7 +123,8 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
         keep_scores=keep_scores,
         keep_logits=keep_logits,
     )
-    outputs = _compat.prefill(model, request.input_ids, generation, request.model_kwargs)
+    with restored_on_error(_compat.passed_cache(request.model_kwargs)):
+        outputs = _compat.prefill(model, request.input_ids, generation, request.model_kwargs)
     cache = check_cache(_compat.cache_from_outputs(outputs))
     device = request.input_ids.device
     last_logits = outputs.logits[:, -1].to(device, copy=True)
@@ -133,7 +134,7 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
     if noise is not None:
         for row in text.draft_rows:
             row.noise = _row_noise(noise, row.index)
-    decider = Decider(NodeScorer(request.logits_processor, batch), noise, keep_scores=keep_scores)
+    decider = Decider(NodeScorer(request.logits_processor, batch), noise)
     draft = _make_draft(request, vocab)
     stats.draft = draft.name
     tokens, scores = decider.choose(text, dict(enumerate(last_logits)))

@@ -46,7 +46,7 @@ class Prompt:
         """
         batch, width = input_ids.shape
         mask = model_kwargs.get("attention_mask")
-        cache = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
+        cache = _compat.passed_cache(dict(model_kwargs))
         past = _compat.cache_length(cache) if cache is not None else 0
         whole = _compat.mask_length(generation_config, mask)
         # As in the prefill of `generate`: a mask as wide as the ids means that the ids are the whole text.

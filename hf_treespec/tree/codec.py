@@ -17,13 +17,20 @@ def _dump(kind: str, key: str, tree: TokenTree) -> str:
 
 
 def _load(text: str, kind: str, key: str) -> TokenTree:
-    data = json.loads(text)
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise TreeConfigError(f"expected JSON of kind {kind!r}, got {text[:80]!r}: {error}") from error
     if not isinstance(data, dict) or data.get("version") != _VERSION or data.get("kind") != kind:
         raise TreeConfigError(f"expected a JSON object of kind {kind!r} and version {_VERSION}, got {text[:80]!r}")
     missing = {key, "parents"} - data.keys()
     if missing:
         raise TreeConfigError(f"{kind} JSON lacks {sorted(missing)}")
-    return TokenTree(tuple(map(int, data[key])), tuple(map(int, data["parents"])))
+    for name in (key, "parents"):
+        values = data[name]
+        if not isinstance(values, list) or not all(type(value) is int for value in values):
+            raise TreeConfigError(f"{kind} JSON: {name} must be a list of integers, got {values!r:.80}")
+    return TokenTree(tuple(data[key]), tuple(data["parents"]))
 
 
 def tree_to_json(tree: TokenTree) -> str:

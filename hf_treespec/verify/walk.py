@@ -57,19 +57,17 @@ class Decider:
     Args:
         scorer: processors.
         noise: Gumbel noise, or None for greedy decoding.
-        keep_scores: whether scores of forced rows are needed too.
     """
 
-    def __init__(self, scorer: NodeScorer, noise: GumbelNoise | None, *, keep_scores: bool) -> None:
+    def __init__(self, scorer: NodeScorer, noise: GumbelNoise | None) -> None:
         self._scorer = scorer
         self._noise = noise
-        self._keep_scores = keep_scores
 
     def choose(self, state: TextState, logits: dict[int, Tensor]) -> tuple[dict[int, int], dict[int, Tensor]]:
         """Token and processed scores per row, for rows that stand at nodes with the given raw logits `[V]`."""
         forced = {row: token for row in logits if (token := state.forced_token(row)) is not None}
-        scored = logits if self._keep_scores else {row: x for row, x in logits.items() if row not in forced}
-        scores = self._scorer.scores(scored, {row: state.length(row) for row in scored}, state) if scored else {}
+        # Forced rows too: a processor gets the whole batch as in plain decoding, and may keep a state of it.
+        scores = self._scorer.scores(logits, {row: state.length(row) for row in logits}, state)
         tokens = dict(forced)
         for row, row_scores in scores.items():
             if row not in forced:

@@ -17,7 +17,6 @@ from tiny import (
     build,
     cache_argument,
     draft,
-    fingerprint,
     new_cache,
     perturbed,
     prompt,
@@ -74,7 +73,7 @@ def test_pipeline(sampled: bool) -> None:
     assert model.treespec_stats.draft == "model" and model.treespec_stats.drafted_nodes > 0
 
 
-# Calls of an enabled model without `tree_config`: what they return, and the warnings of their randomness, are stock's.
+# Calls of an enabled model without `tree_config`: they return what a model returns that was never enabled.
 WITHOUT: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sample": {"do_sample": True, "temperature": 0.9, "num_return_sequences": 2},
@@ -96,7 +95,6 @@ def test_calls_without_a_tree_are_stock(family: str, name: str) -> None:
     # A tree before it must leave nothing behind.
     enabled = treed(family)
     enabled.generate(ids, attention_mask=mask, tree_config=OFF, max_new_tokens=8)
-    before = fingerprint(enabled)
     outputs = []
     for model in (stock(family), enabled):
         if "assistant_model" in call:
@@ -106,7 +104,6 @@ def test_calls_without_a_tree_are_stock(family: str, name: str) -> None:
     one, two = outputs
     assert type(one) is type(two) and torch.equal(one.sequences, two.sequences)
     torch.testing.assert_close(two.scores, one.scores, atol=0.0, rtol=0.0)
-    assert fingerprint(enabled) == before
 
 
 def test_custom_generate_of_the_caller_is_served_as_in_stock() -> None:

@@ -24,9 +24,8 @@ CONFIGURED: dict[str, dict[str, Any]] = {
     "synthid": {"watermarking_config": SYNTHID},
     "green_list": {"watermarking_config": WatermarkingConfig(bias=4.0)},
     "green_list_selfhash": {"watermarking_config": WatermarkingConfig(bias=4.0, seeding_scheme="selfhash")},
-    "forced_eos": {"forced_eos_token_id": 9, "eos_token_id": 9},
-    "exponential_decay": {"exponential_decay_length_penalty": (3, 1.6), "eos_token_id": [9, 14]},
-    "forced_bos": {"forced_bos_token_id": 17},
+    "forced_eos": {"forced_eos_token_id": 1, "eos_token_id": 1},
+    "exponential_decay": {"exponential_decay_length_penalty": (3, 1.6), "eos_token_id": [1, 68]},
     "bad_words": {"bad_words_ids": [[n] for n in range(20, 60)] + [[61, 62], [70, 71]]},
     "inf_nan": {"remove_invalid_values": True, "renormalize_logits": True, "repetition_penalty": 1.5},
 }
@@ -34,7 +33,9 @@ CONFIGURED: dict[str, dict[str, Any]] = {
 
 def assert_same_scores(pair: Pair) -> None:
     assert len(pair.actual.scores) == len(pair.expected.scores) == pair.actual.sequences.shape[1] - WIDTH
-    torch.testing.assert_close(pair.actual.scores, pair.expected.scores, atol=1e-3, rtol=1e-3)
+    # SynthID takes logarithms of differences that vanish: what is as good as forbidden is noise.
+    one, two = (torch.stack(out.scores).clamp(min=-25.0) for out in (pair.expected, pair.actual))
+    torch.testing.assert_close(two, one, atol=1e-3, rtol=1e-3)
 
 
 @batches
@@ -52,6 +53,13 @@ def test_configured_processor_is_plain(family: str, name: str, batch: int, sampl
     assert pair.stats.accepted_tokens > 0
     without = reference(stock(family), ids, mask, seed=3, max_new_tokens=NEW, **sampling)
     assert not torch.equal(pair.actual.sequences, without), "the processor must matter for this to test anything"
+
+
+@samplings
+def test_forced_bos_behind_a_prompt_of_one_token(sampling: dict[str, Any]) -> None:
+    ids, mask = torch.tensor([[3], [4], [5]]), torch.ones(3, 1, dtype=torch.long)
+    pair = twice(ids, mask, forced_bos_token_id=17, max_new_tokens=NEW, **sampling)
+    assert pair.actual[:, 1].tolist() == [17, 17, 17]
 
 
 @samplings

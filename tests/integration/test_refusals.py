@@ -44,7 +44,9 @@ OFF = TreeConfig(fallback="off")
 class Offloaded(DynamicCache):
     """Says that it moves its layers; the real one needs an accelerator to be made."""
 
-    offloading = True
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.offloading = True
 
 
 class OddLayers(DynamicCache):
@@ -91,7 +93,6 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
         UnsupportedCallError,
         "StrangeLayer.*DynamicLayer",
     ),
-    "not_a_cache": (lambda: cache_argument([1, 2]), UnsupportedCallError, "cache of type list"),
     "attentions": (
         call_with(output_attentions=True, return_dict_in_generate=True),
         UnsupportedCallError,
@@ -131,7 +132,7 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     "mask_of_another_width": (
         lambda: {**cache_argument(filled(4)), "attention_mask": torch.tensor([[0] + [1] * (WIDTH + 1)])},
         UnsupportedCallError,
-        r"attention_mask is 12 wide: expected 11 .* or 15",
+        r"attention_mask is 13 wide: expected 11 .* or 15",
     ),
     "recurrent_draft": (
         lambda: {"assistant_model": MambaForCausalLM(MambaConfig(vocab_size=97, hidden_size=8, num_hidden_layers=1))},

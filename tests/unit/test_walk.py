@@ -101,7 +101,7 @@ def reading(state: Text, trees: list[TokenTree]) -> Callable[[int, int], Tensor]
 
 
 def greedy(noise: GumbelNoise | None, batch: int) -> Decider:
-    return Decider(NodeScorer(LogitsProcessorList(), batch), noise, keep_scores=False)
+    return Decider(NodeScorer(LogitsProcessorList(), batch), noise)
 
 
 def longest_path(tree: TokenTree, tokens: list[int]) -> list[int]:
@@ -199,16 +199,15 @@ def test_a_forced_row_emits_its_padding_and_follows_a_chain_of_it() -> None:
     assert asked == [(row, node) for node in range(3) for row in range(2)]
 
 
-def test_scores_of_forced_rows_are_made_only_when_they_are_kept() -> None:
+def test_forced_rows_are_scored_like_the_others() -> None:
     state = Text([[1, 2], [3, EOS]], in_step=True)
     state.finished[1] = True
     logits = {row: logits_after(row, tuple(state.rows[row])) for row in range(2)}
     scorer = NodeScorer(LogitsProcessorList([TemperatureLogitsWarper(0.5)]), 2)
-    for keep in (False, True):
-        tokens, scores = Decider(scorer, None, keep_scores=keep).choose(state, logits)
-        assert tokens == {0: int(logits[0].argmax()), 1: PAD}
-        assert sorted(scores) == ([0, 1] if keep else [0])
-        assert all(torch.equal(scores[row], logits[row] / 0.5) for row in scores)
+    tokens, scores = Decider(scorer, None).choose(state, logits)
+    assert tokens == {0: int(logits[0].argmax()), 1: PAD}
+    assert sorted(scores) == [0, 1]
+    assert all(torch.equal(scores[row], logits[row] / 0.5) for row in scores)
 
 
 @settings(max_examples=60, deadline=None)
@@ -217,7 +216,7 @@ def test_choosing_at_all_nodes_at_once_is_choosing_node_by_node(seed: int, sampl
     rng = random.Random(seed)
     noise = GumbelNoise(seed % 1000, VOCAB) if sampled else None
     scorer = NodeScorer(LogitsProcessorList([TemperatureLogitsWarper(1.5), TopKLogitsWarper(4)]), 2)
-    decider = Decider(scorer, noise, keep_scores=False)
+    decider = Decider(scorer, noise)
     rows = [[rng.randrange(1, 5) for _ in range(rng.randrange(3, 7))] for _ in range(2)]
     trees = [random_tree(rng, row[-1], [rng.randrange(VOCAB) for _ in range(6)]) for row in rows]
     logits = reading(Text(rows, in_step=False), trees)
@@ -246,7 +245,7 @@ def test_noise_can_overrule_the_scores_and_is_read_at_the_position_without_paddi
     # Row 1 holds two tokens of padding: its next position is 4, not 6.
     state = Text([[1] * 6, [1] * 6], in_step=False)
     flat = {row: torch.zeros(VOCAB) for row in range(2)}
-    tokens, scores = Decider(NodeScorer(LogitsProcessorList(), 2), noise, keep_scores=False).choose(state, flat)
+    tokens, scores = Decider(NodeScorer(LogitsProcessorList(), 2), noise).choose(state, flat)
     assert tokens == {0: int(noise.at(0, 6).argmax()), 1: int(noise.at(1, 4).argmax())}
     assert torch.equal(scores[0], flat[0])
 
@@ -263,7 +262,7 @@ def test_the_text_gets_raw_logits_and_scores_without_noise() -> None:
     state = Listening([[1, 2]], in_step=False)
     raw = torch.arange(VOCAB, dtype=torch.bfloat16)
     scorer = NodeScorer(LogitsProcessorList([TemperatureLogitsWarper(0.5)]), 1)
-    decider = Decider(scorer, GumbelNoise(0, VOCAB), keep_scores=True)
+    decider = Decider(scorer, GumbelNoise(0, VOCAB))
     walk_trees(state, [TokenTree.root_only(2)], lambda row, node: raw, decider, [0], in_step=False)
     scores, logits = state.given
     assert torch.equal(scores[0], raw.float() / 0.5) and torch.equal(logits[0], raw)
