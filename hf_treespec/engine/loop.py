@@ -109,6 +109,8 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
         and (rules.has_eos or not rules.others)
         and are_pure(request.logits_processor)
         and request.streamer is None
+        # Rows of unequal length leave gaps in the cache; the caller's own must be whole even after an exception.
+        and not _compat.is_user_defined(_compat.passed_cache(request.model_kwargs))
     )
     prompt = Prompt.of(request.input_ids, request.model_kwargs, generation)
     stats.prompt_tokens = sum(prompt.real_tokens)

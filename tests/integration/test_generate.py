@@ -109,7 +109,8 @@ def test_seed_of_the_config_overrides_the_global_one() -> None:
 
 
 # Where an end may fall. Chains of four of the true text: a round reads root, c1..c4 and emits c1..c4 and a bonus
-# token, so new token 0 comes from the prefill, 1 is a child of the root, 2 and 3 are deeper, 4 is the leaf, 5 the bonus, 6 a child of the next root.
+# token, so new token 0 comes from the prefill, 1 is a child of the root,
+# 2 and 3 are deeper, 4 is the leaf, 5 the bonus, 6 a child of the next root.
 PLACES = {0: "prefill", 1: "first", 2: "inner", 4: "leaf", 5: "bonus", 6: "first", 7: "inner", 9: "leaf", 10: "bonus"}
 
 

@@ -1,4 +1,4 @@
-"""Processors with a state, with a view of the batch, or with an eye on the length: called as plain decoding calls them."""
+"""Processors with a state, with a view of the batch, or with an eye on the length: called as in plain decoding."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ samplings = pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["t0", "t
 @families
 @pytest.mark.parametrize("index", range(8))
 def test_stop_string_that_straddles_two_tokens(family: str, index: int) -> None:
-    # Chains of four of the true text: the pairs (0, 1), (4, 5) and (5, 6) straddle two rounds, the others lie in a path.
+    # Chains of four of the true text: pairs (0, 1), (4, 5) and (5, 6) straddle two rounds, the others lie in a path.
     ids, mask, text = distinct_prompt(family, 10)
     tokenizer = letters(vocabulary(family))
     left, right = (tokenizer.convert_ids_to_tokens(int(text[0, WIDTH + n])) for n in (index, index + 1))
