@@ -29,6 +29,12 @@ def check_settings(generation_config: GenerationConfig, *, synced_gpus: bool) ->
             "synced_gpus=True with tree_config: ranks would run different numbers of forwards and hang; "
             "generate without tree_config under ZeRO-3 or FSDP"
         )
+    kind = generation_config.cache_implementation
+    if kind not in (None, "dynamic"):
+        raise UnsupportedCallError(
+            f"cache_implementation={kind!r} with tree_config: a tree needs a dynamic cache, whose layers are of class "
+            "DynamicLayer; leave cache_implementation out"
+        )
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(generation_config, name) and generation_config.return_dict_in_generate:
             raise UnsupportedCallError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -133,3 +134,26 @@ def make_row() -> Callable[..., Any]:
         hf_treespec="0.1.0",
     )
     return lambda **changes: replace(row, **changes)
+
+
+@pytest.fixture
+def one_error() -> Callable[..., None]:
+    """Check that a command ended as it should over a user's mistake: exit code 2, one line, nothing on stdout."""
+
+    def check(result: Any, *parts: str) -> None:
+        assert (result.exit_code, result.stdout) == (2, ""), result
+        lines = result.stderr.splitlines()
+        assert len(lines) == 1 and lines[0].startswith("treespec: error: "), result.stderr
+        for part in parts:
+            assert part in lines[0]
+
+    return check
+
+
+@pytest.fixture
+def sets(tmp_path: Path) -> list[str]:
+    """Options for a set of texts and a set of questions, repetitive as n-grams like it."""
+    code, chat = tmp_path / "code.jsonl", tmp_path / "chat.jsonl"
+    code.write_text("".join(json.dumps({"prompt": f"w{n} w2 w3 w{n} w2 w3 w{n}"}) + "\n" for n in range(4)))
+    chat.write_text(json.dumps({"turns": ["a b a b", "then"]}) + "\n")
+    return ["--set", f"code={code}", "--set", f"chat={chat}"]

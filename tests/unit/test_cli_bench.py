@@ -21,15 +21,6 @@ Run = Callable[..., Any]
 TOKENS = 8
 
 
-@pytest.fixture
-def sets(tmp_path: Path) -> list[str]:
-    """Options for a set of texts and a set of questions, repetitive as n-grams like it."""
-    code, chat = tmp_path / "code.jsonl", tmp_path / "chat.jsonl"
-    code.write_text("".join(json.dumps({"prompt": f"w{n} w2 w3 w{n} w2 w3 w{n}"}) + "\n" for n in range(4)))
-    chat.write_text(json.dumps({"turns": ["a b a b", "then"]}) + "\n")
-    return ["--set", f"code={code}", "--set", f"chat={chat}"]
-
-
 def bench(treespec: Run, folder: str, sets: list[str], csv_path: Path, *options: object) -> tuple[list[Row], Any]:
     result = treespec(
         *("bench", folder, *sets, "--max-new-tokens", TOKENS, "--warmup", 0, "--csv", csv_path, "--json", *options)
@@ -298,68 +289,3 @@ def test_progress_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch, terminal: 
         bar.update()
         bar.update()
     assert ("bench" in screen.getvalue()) is terminal
-
-
-# Errors. Little to do, in case it is done after all.
-
-QUICK = ("--limit", 1, "--repeats", 1, "--warmup", 0, "--max-new-tokens", 2)
-
-
-def one_error(result: Any, *parts: str) -> None:
-    assert (result.exit_code, result.stdout) == (2, "")
-    lines = result.stderr.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("treespec: error: ")
-    for part in parts:
-        assert part in lines[0]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--set", "x=none.jsonl"], "--set x=none.jsonl: none.jsonl: no such file"),
-        (["--config", "none.json"], "--config none.json: "),
-        (["--draft-model", "/none"], "--draft-model: /none: no such file or folder"),
-        (["--dtype", "int4"], "--dtype: "),
-        (["--plot", "bench.png"], "--plot: is drawn from the file of --csv"),
-        (["--csv", "/no/such/folder/bench.csv"], "--csv: /no/such/folder/bench.csv: expected a file in a folder"),
-        (["--csv", "/"], "--csv: /: expected a file"),
-    ],
-)
-def test_errors(treespec: Run, llama_folder: str, sets: list[str], options: list[str], message: str) -> None:
-    one_error(treespec("bench", llama_folder, *QUICK, *sets, *options), message)
-
-
-def test_errors_before_anything_is_measured(
-    treespec: Run, chatless_folder: str, mamba_folder: str, llama_folder: str, sets: list[str], tmp_path: Path
-) -> None:
-    one_error(treespec("bench", llama_folder, *QUICK, *sets, *sets[:2]), "--set code=", "a second set called 'code'")
-    TreeConfig(draft="model").save_pretrained(tmp_path / "a" / "tree.json")
-    TreeConfig().save_pretrained(tmp_path / "b" / "tree.json")
-    configs = [("--config", tmp_path / name / "tree.json") for name in ("a", "b")]
-    one_error(
-        treespec("bench", llama_folder, *QUICK, *sets, *configs[0]), "--config", "draft='model' needs --draft-model"
-    )
-    one_error(
-        treespec("bench", llama_folder, *QUICK, *sets, *configs[1], *configs[1]),
-        "--config",
-        "second config",
-        "treespec:tree",
-    )
-    one_error(treespec("bench", chatless_folder, *QUICK, *sets), "--set chat: ", "no chat template; pass --raw")
-    one_error(
-        treespec("bench", llama_folder, *QUICK, *sets, "--draft-model", mamba_folder), "--draft-model: ", "recurrent"
-    )
-    refused = treespec("bench", mamba_folder, *QUICK, *sets)
-    assert (refused.exit_code, refused.stdout) == (1, "") and "recurrent" in refused.stderr
-
-
-def test_plot_without_matplotlib(
-    treespec: Run, llama_folder: str, sets: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import sys
-
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    one_error(
-        treespec("bench", llama_folder, *QUICK, *sets, "--csv", tmp_path / "b.csv", "--plot", tmp_path / "b.png"),
-        "--plot: needs matplotlib: pip install hf-treespec[cli]",
-    )

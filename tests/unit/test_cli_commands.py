@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_treespec
@@ -19,16 +18,8 @@ from hf_treespec.cli import generate as generate_module
 from hf_treespec.cli.options import sampling_arguments, to_json
 
 Run = Callable[..., Any]
+Check = Callable[..., None]
 PROMPT = "w1 w2 w3 w1 w2 w3 w1 w2"
-
-
-def one_error(result: Any, *parts: str) -> None:
-    """The command ended as it should over a user's mistake: exit code 2, one line, no traceback, nothing on stdout."""
-    assert (result.exit_code, result.stdout) == (2, "")
-    lines = result.stderr.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("treespec: error: ")
-    for part in parts:
-        assert part in lines[0]
 
 
 # The surface: whoever changes it changes this test, and CHANGELOG.md.
@@ -206,11 +197,11 @@ def test_generate_tells_the_drawn_seed(treespec: Run, llama_folder: str, monkeyp
         (["--draft", "model"], "draft='model') without assistant_model"),
     ],
 )
-def test_generate_errors(treespec: Run, llama_folder: str, options: list[str], message: str) -> None:
+def test_generate_errors(treespec: Run, one_error: Check, llama_folder: str, options: list[str], message: str) -> None:
     one_error(treespec("generate", llama_folder, "--prompt", PROMPT, *options), message)
 
 
-def test_generate_errors_about_files(treespec: Run, llama_folder: str, tmp_path: Path) -> None:
+def test_generate_errors_about_files(treespec: Run, one_error: Check, llama_folder: str, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "bad.yaml").write_text("max_nodes: many\n")
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\xff")
@@ -225,7 +216,7 @@ def test_generate_errors_about_files(treespec: Run, llama_folder: str, tmp_path:
 
 
 def test_generate_errors_about_models(
-    treespec: Run, chatless_folder: str, mamba_folder: str, llama_folder: str, tmp_path: Path
+    treespec: Run, one_error: Check, chatless_folder: str, mamba_folder: str, llama_folder: str, tmp_path: Path
 ) -> None:
     common = ("--prompt", PROMPT)
     one_error(treespec("generate", "/none", *common), "MODEL: /none: no such file or folder")
@@ -244,107 +235,3 @@ def test_sampling_arguments() -> None:
     assert sampling_arguments(0.0) == {"do_sample": False}
     assert sampling_arguments(0.5) == {"do_sample": True, "temperature": 0.5}
     assert sampling_arguments(1.0, 0.9, 3) == {"do_sample": True, "temperature": 1.0, "top_p": 0.9, "top_k": 3}
-
-
-# doctor
-
-FACTS = ["model", "model_type", "class", "ok", "route", "reason", "cache_layers", "attention"]
-FACTS += ["attention_takes_trees", "vocabulary", "learned_positions", "dtype", "weights"]
-
-
-def doctor(treespec: Run, *arguments: object) -> tuple[int, dict[str, Any]]:
-    result = treespec("doctor", *arguments, "--json")
-    facts = json.loads(result.stdout)
-    assert list(facts) == FACTS
-    return result.exit_code, facts
-
-
-def test_doctor_probes_a_model_with_weights(treespec: Run, llama_folder: str) -> None:
-    code, facts = doctor(treespec, llama_folder)
-    assert code == 0
-    assert facts == {
-        "model": llama_folder,
-        "model_type": "llama",
-        "class": "LlamaForCausalLM",
-        "ok": True,
-        "route": "mask",
-        "reason": "a probe tree equals its paths",
-        "cache_layers": {"DynamicLayer": 2},
-        "attention": "sdpa",
-        "attention_takes_trees": True,
-        "vocabulary": 64,
-        "learned_positions": None,
-        "dtype": "float32",
-        "weights": "loaded",
-    }
-    facts = doctor(treespec, llama_folder, "--attn", "eager", "--dtype", "bfloat16")[1]
-    assert (facts["ok"], facts["attention"], facts["dtype"]) == (True, "eager", "bfloat16")
-
-
-def test_doctor_reads_a_config_without_weights(treespec: Run, tmp_path: Path) -> None:
-    from transformers import GPT2Config, MistralConfig
-
-    GPT2Config().save_pretrained(tmp_path)
-    code, facts = doctor(treespec, tmp_path)
-    assert (code, facts["class"], facts["ok"], facts["weights"]) == (0, "GPT2LMHeadModel", True, "none")
-    assert (facts["learned_positions"], facts["vocabulary"]) == (1024, 50257)
-    assert "not probed" in facts["reason"]
-    MistralConfig(num_hidden_layers=3, sliding_window=16).save_pretrained(tmp_path / "m")
-    code, facts = doctor(treespec, tmp_path / "m" / "config.json")
-    assert (code, facts["cache_layers"]) == (0, {"DynamicSlidingWindowLayer": 3})
-
-
-def test_doctor_refuses_recurrent_models(treespec: Run, mamba_folder: str) -> None:
-    code, facts = doctor(treespec, mamba_folder)
-    assert (code, facts["ok"], facts["route"]) == (1, False, "refuse")
-    assert "its state is recurrent" in facts["reason"]
-
-
-def test_doctor_refuses_what_is_no_causal_model(treespec: Run, tmp_path: Path) -> None:
-    from transformers import T5Config
-
-    T5Config(d_model=16, num_layers=1, d_ff=16, num_heads=2).save_pretrained(tmp_path)
-    code, facts = doctor(treespec, tmp_path)
-    assert (code, facts["ok"], facts["route"], facts["class"]) == (1, False, "refuse", None)
-    assert facts["reason"] == "transformers has no causal language model for T5Config"
-
-
-def test_doctor_table(treespec: Run, llama_folder: str, mamba_folder: str) -> None:
-    good, bad = treespec("doctor", llama_folder), treespec("doctor", mamba_folder)
-    lines = dict(line.split(None, 1) for line in good.stdout.splitlines())
-    assert (lines["ok"], lines["cache_layers"], lines["learned_positions"]) == ("yes", "2 x DynamicLayer", "none")
-    assert (good.exit_code, bad.exit_code) == (0, 1)
-    assert dict(line.split(None, 1) for line in bad.stdout.splitlines())["ok"] == "no"
-
-
-def test_doctor_errors(treespec: Run, llama_folder: str, tmp_path: Path) -> None:
-    one_error(treespec("doctor", "/none"), "MODEL_OR_CONFIG: /none: no such file or folder")
-    one_error(treespec("doctor", tmp_path), "MODEL_OR_CONFIG: ", "no config of a model can be read")
-    (tmp_path / "config.json").write_text("{")
-    one_error(treespec("doctor", tmp_path), "MODEL_OR_CONFIG: ")
-    one_error(treespec("doctor", llama_folder, "--dtype", "int4"), "--dtype: ")
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 10, "num_attention_heads": 0}')
-    one_error(treespec("doctor", tmp_path), "MODEL_OR_CONFIG: ")
-
-
-# env
-
-
-def test_env(treespec: Run) -> None:
-    facts = json.loads(treespec("env", "--json").stdout)
-    names = ["hf_treespec", "python", "torch", "transformers", "accelerate", "tokenizers", "triton", "platform"]
-    assert list(facts) == [*names, "cpu", "threads", "cuda", "cuda_devices"]
-    assert facts["hf_treespec"] == hf_treespec.__version__
-    assert facts["torch"].split("+")[0] == torch.__version__.split("+")[0]
-    assert facts["threads"] == torch.get_num_threads()
-    assert len(facts["cuda_devices"]) == torch.cuda.device_count()
-    lines = dict(line.split(None, 1) for line in treespec("env").stdout.splitlines())
-    assert list(lines) == list(facts)
-    assert lines["transformers"] == facts["transformers"]
-
-
-def test_env_of_a_package_that_is_not_there(treespec: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_treespec.cli import environment
-
-    monkeypatch.setattr(environment, "_PACKAGES", ("torch", "no-such-package-here"))
-    assert json.loads(treespec("env", "--json").stdout)["no-such-package-here"] is None
