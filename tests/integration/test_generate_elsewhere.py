@@ -95,13 +95,19 @@ def test_calls_without_a_tree_are_stock(family: str, name: str) -> None:
     # A tree before it must leave nothing behind.
     enabled = treed(family)
     enabled.generate(ids, attention_mask=mask, tree_config=OFF, max_new_tokens=8)
-    outputs = []
+    outputs: list[Any] = []
     for model in (stock(family), enabled):
         if "assistant_model" in call:
             call["assistant_model"] = perturbed(stock(family))
         torch.manual_seed(4)
-        outputs.append(model.generate(ids, attention_mask=mask, **call))
+        try:
+            outputs.append(model.generate(ids, attention_mask=mask, **call))
+        except RuntimeError as error:  # assisted decoding of 5.17 fails past a sliding window
+            outputs.append(str(error))
     one, two = outputs
+    if isinstance(one, str):
+        assert one == two and family in ("mistral", "gemma2")
+        return
     assert type(one) is type(two) and torch.equal(one.sequences, two.sequences)
     torch.testing.assert_close(two.scores, one.scores, atol=0.0, rtol=0.0)
 

@@ -77,7 +77,11 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     ),
     "beam_sampling": (call_with(num_beams=3, do_sample=True), UnsupportedCallError, "num_beams=3"),
     "use_cache": (call_with(use_cache=False), UnsupportedCallError, "use_cache=False"),
-    "static": (call_with(cache_implementation="static"), UnsupportedCallError, "cache_implementation=.static.*DynamicLayer"),
+    "static": (
+        call_with(cache_implementation="static"),
+        UnsupportedCallError,
+        "cache_implementation=.static.*DynamicLayer",
+    ),
     "static_object": (
         lambda: cache_argument(StaticCache(config=stock("llama").config, max_cache_len=64)),
         UnsupportedCallError,

@@ -111,7 +111,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "output_attentions=True with tree_config",
     ),
     "embeddings": ({"inputs_embeds": torch.zeros(1, 5, 16)}, UnsupportedCallError, "inputs_embeds with tree_config"),
-    "static": ({"cache_implementation": "static"}, UnsupportedCallError, "class StaticLayer cannot take a tree"),
+    "static": (
+        {"cache_implementation": "static"},
+        UnsupportedCallError,
+        "cache_implementation='static' with tree_config",
+    ),
 }
 
 
