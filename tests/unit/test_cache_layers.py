@@ -44,6 +44,12 @@ def test_two_classes_take_a_tree() -> None:
         RowCache(cache, [0])
 
 
+def test_a_window_of_one_token_is_refused() -> None:
+    """Transformers then keeps everything, so its masks and its cache disagree."""
+    assert layer_kind(DynamicSlidingWindowLayer(2)) == "sliding"
+    assert layer_kind(DynamicSlidingWindowLayer(1)) is None
+
+
 @pytest.mark.parametrize("name", KNOWN_LAYERS)
 def test_every_other_class_of_transformers_is_refused_by_name(name: str) -> None:
     layer = bare(name)

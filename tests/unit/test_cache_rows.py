@@ -11,9 +11,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_treespec.cache import RowCache, replay_commit
+from hf_treespec.cache import RowCache, replay_commit, restored_on_error
 from hf_treespec.errors import TreeSpecError
 
 HEADS, DIM = 2, 3
@@ -214,6 +214,47 @@ def test_an_exception_after_the_commit_keeps_it() -> None:
         raise ValueError("later")
     mirror.rows = [mirror.rows[0] + [slots[0][0], slots[0][2]], mirror.rows[1] + [slots[1][1]]]
     mirror.check_stored()
+
+
+@pytest.mark.parametrize("picks", [[[1, 2], [1, 2]], [[0, 2], [1, 2]], [[0, 2], [1]]])
+@pytest.mark.parametrize("broken", range(len(WINDOWS) + 1))
+def test_a_commit_that_is_interrupted_is_undone_in_every_layer(
+    picks: list[list[int]], broken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror = Mirror(random.Random(0), 2, 11)
+    before = snapshot(mirror.cache)
+    interrupted = mirror.cache.layers[broken]
+    cls = type("Layer", (type(interrupted),), {"__setattr__": lambda layer, name, value: interrupt()})
+    with pytest.raises(KeyboardInterrupt), mirror.row_cache.transaction() as transaction:
+        mirror.tree([3])
+        interrupted.__class__ = cls
+        transaction.commit(picks)
+    object.__setattr__(interrupted, "__class__", cls.__base__)
+    assert_identical(mirror.cache, before)
+    mirror.check_stored()
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_prefill_that_fails_half_way_leaves_the_cache_as_it_was(lazy: bool) -> None:
+    cache = DynamicCache() if lazy else Mirror(random.Random(0), 2, 5).cache
+    before = snapshot(cache)
+    with restored_on_error(cache):
+        pass
+    assert_identical(cache, before)
+    with pytest.raises(KeyboardInterrupt), restored_on_error(cache):
+        for layer in range(2):
+            cache.update(*states([[1, 2], [3, 4]]), layer)
+        raise KeyboardInterrupt
+    assert_identical(cache, before)
+    with restored_on_error(cache):
+        cache.update(*states([[1, 2], [3, 4]]), 0)
+    assert cache.get_seq_length(0) == (2 if lazy else 7)
+    with restored_on_error(None):
+        pass
 
 
 def test_a_transaction_commits_once_and_only_while_it_is_open() -> None:

@@ -153,6 +153,13 @@ def test_what_is_no_mapping_is_refused(data: Any) -> None:
         TreeConfig.from_dict(data)
 
 
+def test_a_bare_off_in_yaml_is_off() -> None:
+    assert TreeConfig.from_dict(yaml.safe_load("fallback: off")) == TreeConfig(fallback="off")
+    for data in ({"fallback": True}, {"fallback": 0}, {"draft": False}):
+        with pytest.raises(TreeConfigError):
+            TreeConfig.from_dict(data)
+
+
 def test_values_of_a_dict_are_validated() -> None:
     with pytest.raises(TreeConfigError, match=r"max_nodes='3'"):
         TreeConfig.from_dict({"max_nodes": "3"})

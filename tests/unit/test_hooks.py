@@ -223,6 +223,22 @@ def test_statistics_are_of_the_last_call(model: Llama) -> None:
     assert model.treespec_stats.new_tokens == 3 and first.new_tokens == 12
 
 
+def test_a_refused_call_has_no_statistics_of_an_earlier_one(model: Llama) -> None:
+    say(model)
+    with pytest.raises(UnsupportedCallError):
+        say(model, use_cache=False)
+    assert model.treespec_stats is None
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, lambda model: torch.nn.DataParallel(model)])
+def test_a_wrapped_draft_is_looked_through(wrap: Any, model: Llama) -> None:
+    draft = llama()
+    say(model, assistant_model=wrap(draft))
+    stats = model.treespec_stats
+    assert stats is not None and stats.draft == "model"
+    assert stats.acceptance_rate > 0.1 and stats.tokens_per_round > 2
+
+
 def test_an_exception_gives_back_attention_and_masks(model: Llama) -> None:
     before = {name: AttentionMaskInterface()[name] for name in ("sdpa", "eager")}
     draft = llama()

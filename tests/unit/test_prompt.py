@@ -85,5 +85,7 @@ def test_a_row_without_a_token_is_named() -> None:
 def test_given_positions_are_taken_as_they_are() -> None:
     flat = torch.tensor([[4, 5, 9], [0, 1, 7]])
     assert prompt_of(position_ids=flat).last_positions.tolist() == [[9], [7]]
+    one_for_all = prompt_of(position_ids=flat[:1]).last_positions
+    assert one_for_all.tolist() == [[9], [9]]
     planes = torch.stack([flat, flat + 10, flat + 20])
     assert prompt_of(position_ids=planes).last_positions.tolist() == [[[9], [7]], [[19], [17]], [[29], [27]]]

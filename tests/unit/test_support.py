@@ -87,13 +87,19 @@ def with_recurrent_layer() -> Llama:
     return model
 
 
+def under_flex() -> Llama:
+    model = llama()
+    model.set_attn_implementation("flex_attention")
+    return model
+
+
 SUPPORTED: dict[str, Callable[[], Any]] = {
     "llama": llama,
     "eager": lambda: llama(attn_implementation="eager"),
     "bfloat16": lambda: llama().to(torch.bfloat16),
     "sliding": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4)),
     "learned positions": gpt2,
-    "few tokens": lambda: llama(vocab_size=5),
+    "five tokens": lambda: llama(vocab_size=5),
 }
 
 
@@ -125,8 +131,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "mixed layers": (with_recurrent_layer, "layers of class LinearAttentionLayer, which cannot drop rejected nodes"),
     "own mask": (lambda: llama(ForgetfulLlama), "does not build its masks or positions from the mask registry"),
     "own positions": (lambda: llama(CountingPositionsLlama), "off by"),
+    "four tokens": (lambda: llama(vocab_size=4), "its vocabulary of 4 ids is too small for the probe"),
     "raises": (lambda: llama(RaisingLlama), "the probe forward raised KeyError: 'needs pixels'"),
 }
+
+
+def test_a_model_under_another_attention_is_told_how_to_call() -> None:
+    support = is_supported(under_flex())
+    assert support.ok and "runs 'flex_attention', so calls need TreeConfig(attention='sdpa')" in support.reason
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -211,6 +223,29 @@ def test_an_answer_is_kept_per_class_config_dtype_and_attention() -> None:
     assert probed(llama(Fresh).double())
     assert probed(llama(Fresh, attn_implementation="eager"))
     assert probed(llama(type("Fresh", (Llama,), {})))
+
+
+class MoodyLlama(Llama):
+    """Fails for as long as it is told to."""
+
+    error: Exception | None = None
+
+    @functools.wraps(Llama.forward)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.error is not None:
+            raise self.error
+        return super().forward(*args, **kwargs)
+
+
+def test_a_failure_that_may_pass_is_not_remembered() -> None:
+    model = llama(MoodyLlama)
+    model.error = RuntimeError("device busy")
+    assert "RuntimeError: device busy" in is_supported(model).reason
+    model.error = torch.OutOfMemoryError("no room")
+    with pytest.raises(torch.OutOfMemoryError):
+        is_supported(model)
+    model.error = None
+    assert is_supported(model).ok
 
 
 # -- wrappers --

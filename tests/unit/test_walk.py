@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -248,6 +249,34 @@ def test_noise_can_overrule_the_scores_and_is_read_at_the_position_without_paddi
     tokens, scores = Decider(NodeScorer(LogitsProcessorList(), 2), noise).choose(state, flat)
     assert tokens == {0: int(noise.at(0, 6).argmax()), 1: int(noise.at(1, 4).argmax())}
     assert torch.equal(scores[0], flat[0])
+
+
+@pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
+def test_sampling_from_no_law_fails_as_it_does_in_plain_decoding(bad: str) -> None:
+    """An arg-max over NaN would choose a token without a word."""
+    scores = torch.zeros(VOCAB)
+    scores[2] = float(bad)
+    if bad == "-inf":
+        scores[:] = float(bad)
+    good, tree = torch.zeros(VOCAB), TokenTree.chain([1, 2])
+    scorer = NodeScorer(LogitsProcessorList(), 1)
+    sampling = Decider(scorer, GumbelNoise(0, VOCAB))
+    state = Text([[1]], in_step=False)
+    with pytest.raises(RuntimeError, match="the best score of a token is"):
+        sampling.choose(state, {0: scores})
+    for nodes in ([scores, good], [good, scores]):
+        with pytest.raises(RuntimeError, match="the best score of a token is"):
+            sampling.choose_all(state, torch.stack(nodes)[None], [tree])
+    # Greedy decoding takes what arg-max gives, as stock does.
+    assert Decider(scorer, None).choose(state, {0: scores})[0] == {0: int(scores.argmax())}
+    assert Decider(scorer, None).choose_all(state, scores[None, None], [tree]) == [[int(scores.argmax())]]
+
+
+def test_a_single_possible_token_is_a_law() -> None:
+    scores = torch.full((VOCAB,), float("-inf"))
+    scores[3] = -1e30
+    decider = Decider(NodeScorer(LogitsProcessorList(), 1), GumbelNoise(0, VOCAB))
+    assert decider.choose(Text([[1]], in_step=False), {0: scores})[0] == {0: 3}
 
 
 class Listening(Text):
