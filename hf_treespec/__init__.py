@@ -1,23 +1,29 @@
 """Tree speculative decoding for Hugging Face `generate()`: the target's own text, sooner."""
 
-from hf_treespec.api import (
-    AutoTreeSpecModelForCausalLM,
-    Support,
-    disable,
-    enable,
-    install,
-    is_supported,
-    uninstall,
-)
-from hf_treespec.config import TreeConfig
-from hf_treespec.errors import (
-    TreeConfigError,
-    TreeSpecError,
-    TreeSpecWarning,
-    UnsupportedCallError,
-    UnsupportedModelError,
-)
-from hf_treespec.stats import TreeStats
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_treespec.api import (
+        AutoTreeSpecModelForCausalLM,
+        Support,
+        disable,
+        enable,
+        install,
+        is_supported,
+        uninstall,
+    )
+    from hf_treespec.config import TreeConfig
+    from hf_treespec.errors import (
+        TreeConfigError,
+        TreeSpecError,
+        TreeSpecWarning,
+        UnsupportedCallError,
+        UnsupportedModelError,
+    )
+    from hf_treespec.stats import TreeStats
 
 __version__ = "0.1.0"
 
@@ -38,3 +44,34 @@ __all__ = [
     "is_supported",
     "uninstall",
 ]
+
+# Loaded on first use: importing transformers takes seconds, which `treespec --help` and a TreeConfig can do without.
+_HOMES = {
+    "AutoTreeSpecModelForCausalLM": "api",
+    "Support": "api",
+    "TreeConfig": "config",
+    "TreeConfigError": "errors",
+    "TreeSpecError": "errors",
+    "TreeSpecWarning": "errors",
+    "TreeStats": "stats",
+    "UnsupportedCallError": "errors",
+    "UnsupportedModelError": "errors",
+    "disable": "api",
+    "enable": "api",
+    "install": "api",
+    "is_supported": "api",
+    "uninstall": "api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

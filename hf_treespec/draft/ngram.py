@@ -127,7 +127,7 @@ class _RowExpander:
         self._best: list[float] = []
         recent = dict(islice(reversed(index.spread.items()), draft.max_occurrences))
         scale = draft.background / sum(recent.values())
-        common = sorted(recent.items(), key=_second, reverse=True) if scale else []
+        common = sorted(recent.items(), key=_second, reverse=True)
         self._common = [(token, scale * count) for token, count in common]
 
     def __call__(

@@ -17,6 +17,7 @@ from tiny import (
     draft,
     first_block,
     prompt,
+    real_texts,
     reference,
     stock,
     treed,
@@ -67,6 +68,29 @@ def test_ngram_trees_are_accepted_in_a_text_that_repeats() -> None:
     out = treed("gpt2").generate(ids, attention_mask=mask, max_new_tokens=80, tree_config=config)
     assert_same_text(text, out)
     assert treed("gpt2").treespec_stats.accepted_tokens > 0
+
+
+@families
+@batches
+@samplings
+@pytest.mark.parametrize("eos", [None, [5, 6, 7, 9, 14, 23, 31, 40, 52]], ids=["no_eos", "eos"])
+def test_sources_are_told_the_text_and_what_was_accepted(
+    family: str, batch: int, sampling: dict[str, Any], eos: Any
+) -> None:
+    ids, mask = prompt(family, batch)
+    pair = twice(ids, mask, family=family, max_new_tokens=20, eos_token_id=eos, **sampling)
+    texts, trees, paths = pair.source.texts, pair.source.rounds, pair.source.paths
+    whole = real_texts(pair.actual, mask)
+    pads = [int(mask[row].sum()) + 1 for row in range(batch)]
+    assert [len(text) for text in texts[0]] == pads if texts else batch == 1
+    for number, told in enumerate(texts):
+        for row, text in enumerate(told):
+            # No padding, and the last token is the root of the tree that is asked for.
+            assert text == whole[row][: len(text)] and trees[number][row].tokens[0] == text[-1]
+            if number + 1 < len(texts) and paths[number][row] and trees[number][row].drafted:
+                path = [trees[number][row].tokens[node] for node in paths[number][row]]
+                assert texts[number + 1][row][len(text) - 1 :][: len(path)] == path
+                assert len(texts[number + 1][row]) == len(text) + len(path)
 
 
 # Configurations that must all give the text of the seed.

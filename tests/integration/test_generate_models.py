@@ -228,5 +228,12 @@ def test_position_ids_of_the_caller(family: str) -> None:
 @pytest.mark.parametrize("chunk", [1, 4, 64])
 def test_chunked_prefill(family: str, batch: int, chunk: int) -> None:
     ids, mask = prompt(family, batch)
-    pair = twice(ids, mask, family=family, prefill_chunk_size=chunk, max_new_tokens=20)
+    widths: list[int] = []
+    hook = treed(family).get_input_embeddings().register_forward_hook(lambda _, args, out: widths.append(out.shape[1]))
+    try:
+        pair = twice(ids, mask, family=family, prefill_chunk_size=chunk, max_new_tokens=20)
+    finally:
+        hook.remove()
+    chunks = [min(chunk, WIDTH - start) for start in range(0, WIDTH, chunk)]
+    assert widths[: len(chunks)] == chunks and len(widths) == len(chunks) + pair.stats.rounds
     assert pair.stats.accepted_tokens > 0

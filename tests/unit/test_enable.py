@@ -14,7 +14,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationMixin, GPT2Config, GPT2LMHeadModel, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationMixin,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    MambaConfig,
+    MambaForCausalLM,
+)
 from transformers import LlamaForCausalLM as Llama
 
 from hf_treespec import (
@@ -88,6 +96,9 @@ def test_the_class_looks_like_its_base(model: Llama) -> None:
     for name in HOOKED:
         assert inspect.signature(getattr(cls, name)) == inspect.signature(getattr(Llama, name))
     assert cls.generate is Llama.generate
+    inner = type("Inner", (Llama,), {"__qualname__": "Outer.Inner", "__module__": "somewhere"})
+    enabled = type(enable(inner(copy.deepcopy(CONFIG))))
+    assert (enabled.__qualname__, enabled.__module__) == ("Outer.Inner", "somewhere")
 
 
 def test_enabling_is_per_instance_and_once(model: Llama) -> None:
@@ -206,13 +217,27 @@ def test_installing_reaches_every_model_until_uninstalled(stock_text: list[int])
         say(model, tree_config=TreeConfig())
 
 
+def test_an_installed_tree_is_refused_by_models_that_cannot_take_one() -> None:
+    model = MambaForCausalLM(MambaConfig(vocab_size=31, hidden_size=8, state_size=2, num_hidden_layers=1))
+    install()
+    try:
+        with pytest.raises(
+            UnsupportedModelError, match=r"the model \(MambaForCausalLM\) cannot take a tree: .*recurrent"
+        ):
+            say(model, tree_config=TreeConfig())
+    finally:
+        uninstall()
+
+
 def test_installing_twice_is_undone_once_and_uninstalling_twice_is_harmless() -> None:
     before = {name: GenerationMixin.__dict__[name] for name in HOOKED}
     uninstall()
-    install()
-    first = {name: GenerationMixin.__dict__[name] for name in HOOKED}
-    install()
-    assert {name: GenerationMixin.__dict__[name] for name in HOOKED} == first
     for _ in range(2):
-        uninstall()
-        assert {name: GenerationMixin.__dict__[name] for name in HOOKED} == before
+        install()
+        first = {name: GenerationMixin.__dict__[name] for name in HOOKED}
+        assert all(first[name] is not before[name] for name in HOOKED)
+        install()
+        assert {name: GenerationMixin.__dict__[name] for name in HOOKED} == first
+        for _ in range(2):
+            uninstall()
+            assert {name: GenerationMixin.__dict__[name] for name in HOOKED} == before

@@ -145,6 +145,14 @@ def test_outputs_that_plain_decoding_drops_are_no_reason_to_refuse(model: Llama)
     assert torch.equal(say(model, output_hidden_states=True, output_attentions=True), wanted)
 
 
+def test_sampling_needs_no_draft_model(model: Llama) -> None:
+    options = {"do_sample": True, "max_new_tokens": 30}
+    wanted = say(model, tree_config=TreeConfig(max_nodes=0, seed=5), **options)
+    assert torch.equal(say(model, tree_config=TREE.replace(seed=5), **options), wanted)
+    assert model.treespec_stats is not None and model.treespec_stats.drafted_nodes > 0
+    assert not torch.equal(say(model, tree_config=TREE.replace(seed=6), **options), wanted)
+
+
 def test_no_tree_config_is_none(model: Llama) -> None:
     wanted = llama().generate(PROMPT, max_new_tokens=12, do_sample=False)
     assert torch.equal(say(model, tree_config=None), wanted) and model.treespec_stats is None

@@ -18,9 +18,9 @@ from hf_treespec.tree import GROWTH_POLICIES, Candidate, TokenTree, TreeBuilder,
 
 
 def make_text(seed: int) -> list[int]:
-    """A few tokens and copies of earlier spans, so that long matches, ties and periods are common."""
+    """Few tokens, or many, and copies of earlier spans, so that long matches, ties and periods are common."""
     rng = random.Random(seed)
-    size, length = rng.randint(1, 6), rng.randint(1, 45)
+    size, length = rng.choice((1, 2, 3, 4, 5, 6, 20)), rng.randint(1, 45)
     text = [rng.randrange(size)]
     while len(text) < length:
         start = rng.randrange(len(text))
@@ -37,7 +37,7 @@ SETTINGS = st.fixed_dictionaries(
         "growth": st.sampled_from(GROWTH_POLICIES),
         "max_match": st.integers(1, 5),
         "max_occurrences": st.sampled_from((1, 2, 3, 40)),
-        "novelty": st.sampled_from((0.5, 2.0)),
+        "novelty": st.sampled_from((0.5, 2.0, 1e3)),
         "novelty_decay": st.sampled_from((0.7, 1.0)),
         "background": st.sampled_from((0.0, 0.4, 1.0)),
     }
@@ -203,6 +203,9 @@ def test_count_ranks_equal_matches_and_recency_breaks_ties() -> None:
     assert children(propose([5, 1, 5, 1, 5, 2, 5], limits(2, 1))) == [1, 2]
     # Of tokens that nothing predicts the one in more different surroundings comes first, then the more recent one.
     assert children(propose([3, 1, 4, 1, 2, 0, 2, 0, 9], limits(4, 1))) == [2, 1, 9, 0]
+    # Where matches count for nothing, the commonest token is proposed at every depth.
+    text = [token for other in range(1, 7) for token in (0, other)]
+    assert propose(text, limits(4, 16, 1), novelty=1e6, background=1.0) == TokenTree.chain([6, 0, 0, 0, 0])
 
 
 def test_a_longer_match_is_trusted_more() -> None:
@@ -270,6 +273,11 @@ def test_a_row_without_budget_is_read_when_it_has_one() -> None:
     assert draft.propose(rows, [flat, none]) == [TokenTree.root_only(1), TokenTree.root_only(3)]
     rows[0].tokens += [2, 5, 1, 2]
     assert draft.propose(rows, [limits(1), none]) == [TokenTree.chain([2, 5]), TokenTree.root_only(3)]
+    text = CountedText([4] * 50)
+    for limit in (none, flat):
+        text.reads = 0
+        draft.propose([DraftRow(2, text)], [limit])
+        assert text.reads == 1, "only the root"
 
 
 @pytest.mark.parametrize("tokens", [[1, 2, 3], [1, 2, 3, 5], [9, 8, 7, 6, 5], [1]])
@@ -312,6 +320,25 @@ def reads_of_one_proposal(length: int) -> int:
 
 def test_a_proposal_reads_no_more_of_a_longer_text() -> None:
     assert reads_of_one_proposal(2000) == reads_of_one_proposal(200) < 400
+
+
+def test_candidates_that_cannot_enter_the_tree_do_not_enter_the_builder(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered = 0
+    add = TreeBuilder.add
+
+    def counted(builder: TreeBuilder, parent: int, token: int, log_confidence: float) -> int:
+        nonlocal entered
+        entered += 1
+        return add(builder, parent, token, log_confidence)
+
+    monkeypatch.setattr(TreeBuilder, "add", counted)
+    rng = random.Random(0)
+    text = [rng.randrange(30) for _ in range(400)]
+    assert propose(text, limits(16)).drafted == 16
+    assert entered <= 64
+    entered = 0
+    propose([1, 2, 3, 4, 5, 6, 7, 8, 9] * 20, limits(16))
+    assert entered <= 64
 
 
 def test_a_text_of_new_tokens_is_kept_in_one_context_per_token() -> None:

@@ -30,6 +30,9 @@ def test_public_names() -> None:
         "uninstall",
     ]
     assert all(hasattr(hf_treespec, name) for name in hf_treespec.__all__)
+    assert set(hf_treespec.__all__) <= set(dir(hf_treespec))
+    with pytest.raises(AttributeError, match="'hf_treespec' has no attribute 'enabel'"):
+        hf_treespec.enabel  # noqa: B018
 
 
 def test_fields_of_a_config_in_order() -> None:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
+from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
 from hf_treespec.tree import TokenTree
 from hf_treespec.verify import Decider, GumbelNoise, NodeScorer, walk_trees
@@ -239,6 +239,37 @@ def test_choosing_at_all_nodes_at_once_is_choosing_node_by_node(seed: int, sampl
     by_node = walk_trees(walked, trees, logits, decider, [0, 1], in_step=False)
     at_once = walk_trees(known, trees, logits, decider, [0, 1], in_step=False, choices=together)
     assert at_once == by_node and known.emitted == walked.emitted
+
+
+def test_tokens_that_are_known_are_not_chosen_again() -> None:
+    state = Text([[1, 2]], in_step=False)
+    trees = [TokenTree((2, 4, 3), (-1, 0, 1))]
+    nobody: Decider = None  # type: ignore[assignment]
+    assert walk_trees(state, trees, reading(state, trees), nobody, [0], in_step=False, choices=[[4, 3, 1]]) == [
+        [0, 1, 2]
+    ]
+    assert state.emitted == [[4, 3, 1]]
+
+
+class Reader(LogitsProcessor):
+    """Keeps the texts that it is called with."""
+
+    def __init__(self) -> None:
+        self.texts: list[list[list[int]]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.texts.append(input_ids.tolist())
+        return scores
+
+
+def test_processors_read_the_text_up_to_each_node_once_a_token() -> None:
+    state = Text([[1, 2], [3, 4]], in_step=True)
+    likely = plain(state, None, 3)
+    trees = [TokenTree.chain([text[-1], *tokens[:2]]) for text, tokens in zip(state.rows, likely, strict=True)]
+    reader = Reader()
+    decider = Decider(NodeScorer(LogitsProcessorList([reader]), 2), None)
+    walk_trees(state, trees, reading(state, trees), decider, [0, 1], in_step=True)
+    assert reader.texts == [[[1, 2, *likely[0][:n]], [3, 4, *likely[1][:n]]] for n in range(3)]
 
 
 def test_noise_can_overrule_the_scores_and_is_read_at_the_position_without_padding() -> None:
