@@ -6,15 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hf_treespec.api import (
-        AutoTreeSpecModelForCausalLM,
-        Support,
-        disable,
-        enable,
-        install,
-        is_supported,
-        uninstall,
-    )
+    from hf_treespec.api.auto import AutoTreeSpecModelForCausalLM
+    from hf_treespec.api.enable import disable, enable, install, uninstall
+    from hf_treespec.api.support import Support, is_supported
     from hf_treespec.config import TreeConfig
     from hf_treespec.errors import (
         TreeConfigError,

@@ -31,7 +31,7 @@ class TreeStats:
         accepted_by_depth: `[d]` is how many row rounds accepted a node of depth d + 1.
         drafted_by_depth: `[d]` is how many row rounds offered a node of depth d + 1.
         plain_rounds: rounds without any drafted node.
-        fallback_rounds: plain rounds that the fallback asked for.
+        fallback_rounds: rounds that the fallback made plain: to time them, or because no tree paid.
         prefill_seconds: the prefill and its token.
         target_seconds: target forwards of the rounds.
         draft_seconds: proposing, the forwards of a draft model included.

@@ -25,6 +25,7 @@ class Source:
     """
 
     name = "test"
+    cheap = False
 
     def __init__(
         self,

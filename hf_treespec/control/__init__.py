@@ -1,6 +1,5 @@
-"""Deciding sizes before anything is drawn: measured cost, measured gain, fallback to plain decoding."""
+"""Deciding sizes: measured cost, measured gain, plain decoding where no tree pays."""
 
-from hf_treespec.control.estimates import RoundEstimates, RunningMean
 from hf_treespec.control.policy import SizePolicy
 
-__all__ = ["RoundEstimates", "RunningMean", "SizePolicy"]
+__all__ = ["SizePolicy"]

@@ -1,56 +1,118 @@
-"""Running estimates of what a round costs and what it brings."""
+"""What a round costs and what it brings, by tree size."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from statistics import median_low
 
-__all__ = ["RoundEstimates", "RunningMean"]
+__all__ = ["CostCurve", "GainCurve", "size_ladder"]
+
+_RECENT = 4  # timings kept per size
+_PRIOR_SLOPE = 0.01  # share of a plain round that one more node costs, where nothing was timed yet
+_DECAY = 0.9  # weight of the past in the estimate of acceptance
+_PRIOR_TOKENS = 1.0  # predicted and accepted tokens that trust in the draft starts from; forgotten like any sample
 
 
-@dataclass(slots=True)
-class RunningMean:
-    """Mean that forgets: the plain mean of the first samples, then an exponential one.
+def size_ladder(max_nodes: int) -> tuple[int, ...]:
+    """Tree sizes that are worth telling apart: 0, 1, 2, 3, 4, 6, 8, 12, 16, ... and `max_nodes` itself.
+
+    Neighbours differ by half at most; finer steps drown in the noise of a timing.
+    """
+    sizes = {0, max_nodes}
+    step = 1
+    while step <= max_nodes:
+        sizes |= {size for size in (step, step + step // 2) if size <= max_nodes}
+        step *= 2
+    return tuple(sorted(sizes))
+
+
+class CostCurve:
+    """Seconds of a round by drafted nodes: medians of the latest timings, interpolated where there are none.
 
     Args:
-        decay: weight of the past once there are enough samples, in (0, 1).
+        sizes: the ladder, ascending from 0.
     """
 
-    decay: float = 0.9
-    value: float = 0.0
-    count: int = 0
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = sizes
+        self._recent: dict[int, deque[float]] = {size: deque(maxlen=_RECENT) for size in sizes}
 
-    def add(self, sample: float) -> None:
-        """Take one sample in."""
-        self.count += 1
-        weight = max(1.0 / self.count, 1.0 - self.decay)
-        self.value += weight * (sample - self.value)
+    def add(self, nodes: int, seconds: float) -> None:
+        """Take in a round of that many drafted nodes (of its largest row)."""
+        place = min(bisect_left(self._sizes, nodes), len(self._sizes) - 1)
+        self._recent[self._sizes[place]].append(seconds)
+
+    def forget(self) -> None:
+        """Drop all timings."""
+        for recent in self._recent.values():
+            recent.clear()
+
+    def timings(self, size: int) -> int:
+        """How many recent timings there are of a size of the ladder."""
+        return len(self._recent[size])
+
+    def seconds(self) -> list[float]:
+        """Estimate per size of the ladder; all proportional to a mild prior slope before any timing."""
+        prior = [1.0 + _PRIOR_SLOPE * size for size in self._sizes]
+        # The lower median: of two timings the first is often a warm-up.
+        known = [
+            (size, median_low(self._recent[size]) / base)
+            for size, base in zip(self._sizes, prior, strict=True)
+            if self._recent[size]
+        ]
+        if not known:
+            return prior
+        return [base * _interpolate(known, size) for size, base in zip(self._sizes, prior, strict=True)]
 
 
-@dataclass(slots=True)
-class RoundEstimates:
-    """Seconds and tokens of rounds with a tree, seconds of rounds without (they bring one token a row)."""
+def _interpolate(known: Sequence[tuple[int, float]], size: int) -> float:
+    """Piecewise linear through `known`, constant beyond its ends."""
+    right = bisect_left(known, (size,))
+    if right == len(known):
+        return known[-1][1]
+    high, above = known[right]
+    if right == 0 or high == size:
+        return above
+    low, below = known[right - 1]
+    return below + (above - below) * (size - low) / (high - low)
 
-    tree_seconds: RunningMean = field(default_factory=RunningMean)
-    tree_tokens: RunningMean = field(default_factory=RunningMean)
-    plain_seconds: RunningMean = field(default_factory=RunningMean)
 
-    def observe(self, *, drafted: bool, seconds: float, tokens: float) -> None:
-        """Take one round in.
+class GainCurve:
+    """Accepted drafted tokens of a round by tree size, and how far the draft's own prediction is to be trusted.
+
+    Args:
+        sizes: the ladder.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        # Decayed sums: rounds, accepted; and accepted over predicted, which starts from full trust.
+        self._rounds = [0.0] * len(sizes)
+        self._accepted = [0.0] * len(sizes)
+        self._right = [_PRIOR_TOKENS] * len(sizes)
+        self._predicted = [_PRIOR_TOKENS] * len(sizes)
+
+    def add(self, place: int, accepted: int, predicted: float) -> None:
+        """Take in one round of the ladder's size number `place`, scored or not.
 
         Args:
-            drafted: whether the target scored any drafted node.
-            seconds: wall clock of the round, drafting and commit included.
-            tokens: mean tokens emitted per row that took part.
+            place: index into the ladder.
+            accepted: drafted tokens that the target agreed with.
+            predicted: how many the draft expected: the sum of its node probabilities.
         """
-        if drafted:
-            self.tree_seconds.add(seconds)
-            self.tree_tokens.add(tokens)
-        else:
-            self.plain_seconds.add(seconds)
+        for sums, sample in (
+            (self._rounds, 1.0),
+            (self._accepted, accepted),
+            (self._right, accepted),
+            (self._predicted, predicted),
+        ):
+            sums[place] = _DECAY * sums[place] + sample
 
-    @property
-    def gain(self) -> float | None:
-        """Speed of tree rounds over plain rounds, tokens per second; None until both were seen."""
-        if not self.tree_seconds.count or not self.plain_seconds.count:
-            return None
-        return self.tree_tokens.value * self.plain_seconds.value / max(self.tree_seconds.value, 1e-12)
+    def mean(self, place: int) -> float:
+        """Accepted tokens a round of late; 0 before the first."""
+        return self._accepted[place] / self._rounds[place] if self._rounds[place] else 0.0
+
+    def expected(self, place: int, predicted: float) -> float:
+        """The draft's prediction for a tree at hand, corrected by how earlier predictions turned out."""
+        return predicted * self._right[place] / self._predicted[place]

@@ -1,71 +1,135 @@
-"""The size policy: a tree of the configured size, or none while trees do not pay.
+"""The size policy: the tree that brings the most tokens a second by measured cost, which may be none.
 
-The decision for a round looks at earlier rounds only, never at the tokens it is about, so it cannot bias the text
-(and under coupled verification the text does not depend on it anyway).
+Under coupled verification the text does not depend on the trees, so any policy is lossless.
 """
 
 from __future__ import annotations
 
-from hf_treespec.control.estimates import RoundEstimates
-from hf_treespec.tree import TreeLimits
+from collections.abc import Collection, Mapping, Sequence
+
+from hf_treespec.control.estimates import CostCurve, GainCurve, size_ladder
+from hf_treespec.control.proposals import ProposalLog, predicted_tokens
+from hf_treespec.tree import TokenTree, TreeLimits
 
 __all__ = ["SizePolicy"]
 
-_TRIAL_ROUNDS = 8  # tree rounds before the first judgement, enough for the mean to settle
-_PROBE_ROUNDS = 4  # tree rounds that test whether drafting pays again
-_PLAIN_SAMPLES = 2  # plain rounds timed when a judgement lacks them
-_FIRST_PAUSE, _LONGEST_PAUSE = 16, 128  # plain rounds between probes; doubles while probes fail
-_CLEARLY_GOOD = 3.0  # tokens a round from which a missing plain timing is not worth two plain rounds
+_TIMINGS = 2  # timings of the smallest and the largest size before a choice rests on them
+_TIMED_AGAIN = 256  # rounds after which all sizes are timed anew: the context grows, machines get busy
+_TRIAL_ROUNDS = 8  # whole trees before the size of a dear draft is first chosen, enough for the means to settle
+_PROBE_ROUNDS = 4  # whole trees that test whether a dear draft pays again
+_FIRST_PAUSE, _LONGEST_PAUSE = 16, 128  # rounds between such probes; doubles while whole trees do not pay
+_CLEARLY_GOOD = 2.0  # accepted tokens a round from which plain rounds are not worth timing
 
 
 class SizePolicy:
-    """Chooses the limits of each round.
+    """Chooses the size of each round's trees.
+
+    A cheap draft proposes whole trees every round, and the policy cuts them to the size that pays, going by the
+    draft's confidence in this very tree and by how much such confidence was worth so far. A dear draft (a model) is
+    told the size beforehand, chosen by what trees of that size brought of late; probes of whole trees keep that known.
 
     Args:
         limits: the configured size.
-        fallback: whether plain decoding may take over ("auto") or not ("off").
+        fallback: "auto" to choose, "off" for the configured size always.
+        cheap: whether proposing costs next to nothing beside a forward of the target.
+        in_step: whether all rows advance by the same number of tokens.
+        batch: rows.
     """
 
-    def __init__(self, limits: TreeLimits, *, fallback: str) -> None:
+    def __init__(self, limits: TreeLimits, *, fallback: str, cheap: bool, in_step: bool, batch: int) -> None:
         self._limits = limits
-        self._plain = TreeLimits(max_nodes=0, max_depth=limits.max_depth, max_children=limits.max_children)
         self._active = fallback == "auto" and limits.max_nodes > 0
-        self.estimates = RoundEstimates()
-        self._trial = _TRIAL_ROUNDS
-        self._pause = 0
-        self._next_pause = _FIRST_PAUSE
-
-    @property
-    def paused(self) -> bool:
-        """Whether the next round is plain by decision of the fallback."""
-        return self._pause > 0
+        self._cheap = cheap
+        self._sizes = size_ladder(limits.max_nodes)
+        self.costs = CostCurve(self._sizes)
+        self.gains = GainCurve(self._sizes)
+        rows = list(range(batch))
+        self._groups = [rows] if in_step else [[row] for row in rows]
+        self._logs = [ProposalLog(self._sizes, self.gains) for _ in self._groups]
+        self._rounds = 0  # since all sizes were timed
+        self._size = limits.max_nodes
+        self._whole = _TRIAL_ROUNDS
+        self._pause = self._until_probe = _FIRST_PAUSE
+        self.plain = False  # whether the latest round has no tree by choice
 
     def limits(self) -> TreeLimits:
-        """Limits of the next round."""
-        return self._plain if self.paused else self._limits
+        """What the draft may propose this round."""
+        if not self._active or self._cheap:
+            return self._limits
+        return self._limits.capped(max_nodes=self._size)
 
-    def observe(self, *, drafted: bool, seconds: float, tokens: float) -> None:
-        """Learn from a round; see `RoundEstimates.observe`."""
-        self.estimates.observe(drafted=drafted, seconds=seconds, tokens=tokens)
+    def cut(self, trees: Sequence[TokenTree], lengths: Mapping[int, int], emitted: Sequence[int]) -> list[TokenTree]:
+        """The trees to score; those of a dear draft are scored whole.
+
+        Args:
+            trees: one per batch row, as proposed within `limits()`.
+            lengths: row -> text length with the root, of rows that have not ended.
+            emitted: per batch row the tokens emitted so far.
+        """
+        if not self._active:
+            return list(trees)
+        size = self._cut_size(trees, lengths) if self._cheap else self._size
+        self.plain = size == 0
+        limit = self.limits().max_nodes
+        for group, log in zip(self._groups, self._logs, strict=True):
+            proposals = {row: (lengths[row], trees[row]) for row in group if row in lengths}
+            if proposals:
+                log.add(emitted[next(iter(proposals))], limit, proposals, scored=size > 0)
+        return [tree.best(size) for tree in trees] if self._cheap else list(trees)
+
+    def observe(self, *, nodes: int, seconds: float, texts: Mapping[int, Sequence[int]]) -> None:
+        """Learn from a round.
+
+        Args:
+            nodes: drafted nodes that the target scored in the largest tree of rows that had not ended.
+            seconds: wall clock of the round, drafting and commit included.
+            texts: row -> tokens so far, of rows that have not ended.
+        """
         if not self._active:
             return
-        if self._pause:
-            self._pause -= 1
-            if not self._pause and self._trial <= 0:
-                self._trial = _PROBE_ROUNDS
+        self.costs.add(nodes, seconds)
+        self._rounds += 1
+        if self._rounds >= _TIMED_AGAIN:
+            self._rounds = 0
+            self.costs.forget()
+        for group, log in zip(self._groups, self._logs, strict=True):
+            log.judge({row: texts[row] for row in group if row in texts})
+        if not self._cheap:
+            self._plan()
+
+    def _cut_size(self, trees: Sequence[TokenTree], rows: Collection[int]) -> int:
+        if self._rounds < 2 * _TIMINGS:
+            return self._sizes[0] if self._rounds % 2 else self._sizes[-1]
+        predicted = [
+            [min(row) for row in zip(*(predicted_tokens(trees[row], self._sizes) for row in group), strict=True)]
+            for group in ([row for row in group if row in rows] for group in self._groups)
+            if group
+        ]
+        means = [
+            sum(self.gains.expected(place, group[place]) for group in predicted) / len(predicted)
+            for place in range(len(self._sizes))
+        ]
+        return self._best(means)
+
+    def _best(self, gains: Sequence[float]) -> int:
+        """Size with the most tokens a second; the smaller one of equals."""
+        rates = [(1.0 + gain) / cost for gain, cost in zip(gains, self.costs.seconds(), strict=True)]
+        return self._sizes[rates.index(max(rates))]
+
+    def _plan(self) -> None:
+        """Choose what a dear draft is asked for next."""
+        whole, before = self._sizes[-1], self._size
+        self._whole = max(0, self._whole - 1)
+        if self._whole:
+            self._size = whole
             return
-        self._trial -= drafted
-        if self._trial > 0:
+        means = [self.gains.mean(place) for place in range(len(self._sizes))]
+        untimed = self.costs.timings(0) < _TIMINGS and means[-1] < _CLEARLY_GOOD
+        self._size = 0 if untimed else self._best(means)
+        if self._size == whole:
+            self._pause = self._until_probe = _FIRST_PAUSE
             return
-        missing = _PLAIN_SAMPLES - self.estimates.plain_seconds.count
-        if missing > 0 and self.estimates.tree_tokens.value < _CLEARLY_GOOD:
-            # Time plain rounds first; the trial stays at 1 so that one more tree round leads back here.
-            self._pause, self._trial = missing, 1
-            return
-        gain = self.estimates.gain
-        if gain is not None and gain < 1.0:
-            self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, _LONGEST_PAUSE)
-            self._trial = 0
-        else:
-            self._next_pause = _FIRST_PAUSE
-            self._trial = 1
+        self._until_probe -= before != whole
+        if not self._until_probe:
+            self._whole, self._size = _PROBE_ROUNDS, whole
+            self._pause = self._until_probe = min(2 * self._pause, _LONGEST_PAUSE)

@@ -32,9 +32,16 @@ class DraftRow:
 
 
 class Draft(Protocol):
-    """A source of trees. One object serves one call of `generate`."""
+    """A source of trees. One object serves one call of `generate`.
+
+    Attributes:
+        name: what the statistics call it.
+        cheap: whether proposing costs next to nothing beside a forward of the target. Then whole trees are asked for
+            every round, and only the part that pays is scored; `commit` gets the paths within that part.
+    """
 
     name: str
+    cheap: bool
 
     def propose(self, rows: Sequence[DraftRow], limits: Sequence[TreeLimits]) -> list[TokenTree]:
         """One tree per row, rooted at `rows[i].tokens[-1]`.

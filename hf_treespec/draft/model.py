@@ -42,6 +42,7 @@ class ModelDraft:
     """
 
     name = "model"
+    cheap = False
 
     def __init__(
         self,

@@ -55,6 +55,7 @@ class NgramDraft:
     """
 
     name = "ngram"
+    cheap = True
 
     def __init__(
         self,

@@ -151,7 +151,7 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
         last_positions=prompt.last_positions.reshape(-1, batch).amax(0).tolist(),
         cache=rows,
         draft=draft,
-        policy=SizePolicy(config.limits, fallback=config.fallback),
+        policy=SizePolicy(config.limits, fallback=config.fallback, cheap=draft.cheap, in_step=in_step, batch=batch),
         decider=decider,
         noise=noise,
         stats=stats,

@@ -66,7 +66,7 @@ class RoundRunner:
 
     def run(self) -> None:
         """One round of all rows that have not ended; in step the ended ones follow with padding."""
-        paused, limits = self._policy.paused, self._policy.limits()
+        limits = self._policy.limits()
         active = [row for row, done in enumerate(self._text.finished) if not done]
         rows = list(range(len(self._text.finished))) if self._in_step else active
         start = time.perf_counter()
@@ -77,6 +77,8 @@ class RoundRunner:
             limits = limits.capped(max_depth=min(ended, default=limits.max_depth))
         wanted = [self._row_limits(row, limits, drafts=self._drafts(row)) for row in every]
         trees = self._draft.propose(self._text.draft_rows, wanted)
+        lengths = {row: len(self._text.draft_rows[row].tokens) for row in active}
+        trees = self._policy.cut(trees, lengths, self._text.new_lengths)
         self._stats.draft_seconds += time.perf_counter() - start
         if self._in_step:
             depth = max(tree.max_depth for tree in trees)
@@ -95,11 +97,11 @@ class RoundRunner:
             )
         self._stats.rounds += 1
         self._stats.plain_rounds += not drafted
-        self._stats.fallback_rounds += paused
+        self._stats.fallback_rounds += self._policy.plain
         self._policy.observe(
-            drafted=drafted,
+            nodes=max(trees[row].drafted for row in active),
             seconds=time.perf_counter() - start,
-            tokens=sum(emitted[row] for row in active) / len(active),
+            texts={row: self._text.draft_rows[row].tokens for row in active if not self._text.finished[row]},
         )
 
     def fill(self, length: int) -> None:

@@ -47,6 +47,8 @@ class TokenTree:
     Args:
         tokens: token id per node; `tokens[0]` is the root.
         parents: parent index per node; -1 for the root, and `parents[i] < i`.
+        scores: natural log of the estimated probability that the target accepts the node, never larger than that of
+            its parent; None if the draft has no idea. Not part of what makes two trees equal.
 
     Raises:
         TreeConfigError: if the arrays do not form such a tree, or two siblings carry the same token.
@@ -54,6 +56,7 @@ class TokenTree:
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
+    scores: tuple[float, ...] | None = field(default=None, repr=False, compare=False)
     depths: tuple[int, ...] = field(init=False, repr=False)
     _children: tuple[dict[int, int], ...] = field(init=False, repr=False, compare=False)
 
@@ -108,6 +111,27 @@ class TokenTree:
         """Children of `node` in the order in which they were added."""
         return tuple(self._children[node].values())
 
+    def by_rank(self) -> list[int]:
+        """Drafted nodes, the most promising first; any number of them from the front forms a tree with the root.
+
+        Without scores the order is that of the indices.
+        """
+        if self.scores is None:
+            return list(range(1, len(self)))
+        return _by_score(self.scores, self.depths)
+
+    def best(self, count: int) -> TokenTree:
+        """The tree of the `count` most promising drafted nodes."""
+        if count >= self.drafted:
+            return self
+        kept = [0, *sorted(self.by_rank()[:count])]
+        place = {node: i for i, node in enumerate(kept)}
+        return TokenTree(
+            tuple(self.tokens[node] for node in kept),
+            tuple(-1 if node == 0 else place[self.parents[node]] for node in kept),
+            None if self.scores is None else tuple(self.scores[node] for node in kept),
+        )
+
     def path_tokens(self, node: int) -> list[int]:
         """Tokens from the root to `node`, both included."""
         out = []
@@ -115,6 +139,11 @@ class TokenTree:
             out.append(self.tokens[node])
             node = self.parents[node]
         return out[::-1]
+
+
+def _by_score(scores: Sequence[float], depths: Sequence[int]) -> list[int]:
+    """Nodes but the root by falling score; ties go to the shallower, then the earlier: ancestors always come first."""
+    return sorted(range(1, len(scores)), key=lambda n: (-scores[n], depths[n], n))
 
 
 class TreeBuilder:
@@ -152,12 +181,12 @@ class TreeBuilder:
 
     def best(self, count: int) -> list[int]:
         """The `count` best drafted nodes by score, in index order; ties go to the shallower, then the earlier."""
-        drafted = sorted(range(1, len(self)), key=lambda n: (-self.scores[n], self.depths[n], n))
-        return sorted(drafted[:count])
+        return sorted(_by_score(self.scores, self.depths)[:count])
 
     def freeze(self, nodes: Iterable[int] | None = None) -> tuple[TokenTree, list[int]]:
         """The tree of the root and `nodes` (default: all), and the builder index of each of its nodes."""
         kept = [0, *(range(1, len(self)) if nodes is None else sorted(nodes))]
         place = {node: i for i, node in enumerate(kept)}
         parents = tuple(-1 if node == 0 else place[self.parents[node]] for node in kept)
-        return TokenTree(tuple(self.tokens[node] for node in kept), parents), kept
+        scores = tuple(self.scores[node] for node in kept)
+        return TokenTree(tuple(self.tokens[node] for node in kept), parents, scores), kept

@@ -1,131 +1,208 @@
-"""The size policy on made-up round times, and the running estimates under it."""
+"""The size policy on made-up texts, drafts and round times."""
 
 from __future__ import annotations
 
-import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import log
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from hf_treespec.control import RoundEstimates, RunningMean, SizePolicy
-from hf_treespec.tree import TreeLimits
+from hf_treespec.control import SizePolicy
+from hf_treespec.tree import TokenTree, TreeLimits
 
-LIMITS = TreeLimits(max_nodes=12, max_depth=5, max_children=3)
-
-
-def play(
-    policy: SizePolicy, rounds: int, *, tree_seconds: float, tokens: float, plain_seconds: float = 1.0
-) -> list[bool]:
-    """Let the policy decide `rounds` rounds; whether each had a tree."""
-    drafted = []
-    for _ in range(rounds):
-        limits = policy.limits()
-        assert limits in (LIMITS, TreeLimits(max_nodes=0, max_depth=5, max_children=3))
-        assert (limits.max_nodes == 0) == policy.paused
-        drafted.append(limits.max_nodes > 0)
-        seconds, gained = (tree_seconds, tokens) if drafted[-1] else (plain_seconds, 1.0)
-        policy.observe(drafted=drafted[-1], seconds=seconds, tokens=gained)
-    return drafted
+LIMITS = TreeLimits(max_nodes=16, max_depth=8, max_children=4)
+WRONG = -1
 
 
-def runs(drafted: list[bool], kind: bool) -> list[int]:
-    """Lengths of the stretches of one kind."""
-    out = [0]
-    for flag in drafted:
-        if flag == kind:
-            out[-1] += 1
-        elif out[-1]:
-            out.append(0)
-    return [n for n in out if n]
+def steep(nodes: int) -> float:
+    """A CPU: the first nodes are dear, a full tree costs more than two plain rounds."""
+    return 1.0 + (0.12 * nodes if nodes <= 4 else 0.48 + 0.06 * (nodes - 4))
 
 
-def test_losing_trees_are_paused_probed_and_paused_for_twice_as_long() -> None:
-    drafted = play(SizePolicy(LIMITS, fallback="auto"), 3000, tree_seconds=3.0, tokens=1.2)
-    pauses, probes = runs(drafted, False), runs(drafted, True)
-    assert drafted[0]
-    # A short first stretch of plain rounds may only be there to time them.
-    pauses = pauses[1:] if pauses[0] < pauses[1] / 2 else pauses
-    grown = pauses[: pauses.index(max(pauses)) + 1]
-    assert len(grown) >= 3 and all(b == 2 * a for a, b in zip(grown[:-1], grown[1:], strict=True))
-    assert set(pauses[len(grown) : -1]) == {max(pauses)}  # it doubles up to a limit and keeps probing
-    assert len(set(probes[2:-1])) == 1 and probes[2] < grown[0]
-    # The price of finding out: hardly any trees in the long run.
-    assert sum(drafted[1500:]) < 0.1 * 1500
+def flat(nodes: int) -> float:
+    """A GPU: nodes are nearly free."""
+    return 1.0 + 0.002 * nodes
 
 
-@pytest.mark.parametrize(("tree_seconds", "tokens"), [(1.5, 2.0), (1.0, 1.01), (3.0, 5.0)])
-def test_winning_trees_are_never_paused_but_to_time_plain_rounds(tree_seconds: float, tokens: float) -> None:
-    drafted = play(SizePolicy(LIMITS, fallback="auto"), 500, tree_seconds=tree_seconds, tokens=tokens)
-    assert sum(not flag for flag in drafted) <= 4
-    assert all(drafted[50:])
+@dataclass
+class World:
+    """Decodes the text 0, 1, 2, ... with chains of which `right(position)` tokens are right.
+
+    Args:
+        right: agreeing tokens of a chain proposed at a position.
+        cost: seconds of a round by nodes.
+        confidence: of each drafted token, as the draft states it; None for a draft without scores.
+    """
+
+    right: Callable[[int], int]
+    cost: Callable[[int], float] = steep
+    confidence: Callable[[int], float] | None = None
+    nodes: int = 16
+    sizes: list[int] = field(default_factory=list)
+    at: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    position: int = 0
+
+    def tree(self, limit: int) -> TokenTree:
+        nodes = min(limit, 8)
+        good = min(self.right(self.position), nodes)
+        tokens = [self.position, *range(self.position + 1, self.position + 1 + good), *[WRONG] * (nodes - good)]
+        scores = None
+        if self.confidence is not None:
+            scores = tuple(depth * log(self.confidence(self.position)) for depth in range(nodes + 1))
+        return TokenTree(tuple(tokens), tuple(range(-1, nodes)), scores)
+
+    def run(self, policy: SizePolicy, tokens: int) -> World:
+        end = self.position + tokens
+        while self.position < end:
+            start, limits = self.position, policy.limits()
+            proposed = self.tree(limits.max_nodes)
+            (tree,) = policy.cut([proposed], {0: start + 1}, [start])
+            self.at.append(start)
+            self.sizes.append(tree.drafted)
+            assert policy.plain == (tree.drafted == 0 < proposed.drafted or limits.max_nodes == 0 < self.nodes)
+            seconds = self.cost(tree.drafted)
+            self.seconds += seconds
+            self.position += 1 + min(self.right(start), tree.drafted)
+            policy.observe(nodes=tree.drafted, seconds=seconds, texts={0: range(self.position + 1)})
+        return self
+
+    @property
+    def rate(self) -> float:
+        return self.position / self.seconds
 
 
-def test_clearly_good_trees_do_not_even_cost_the_timing() -> None:
-    assert all(play(SizePolicy(LIMITS, fallback="auto"), 200, tree_seconds=1.4, tokens=4.0))
+def policy(*, cheap: bool, fallback: str = "auto", max_nodes: int = 16) -> SizePolicy:
+    limits = TreeLimits(max_nodes=max_nodes, max_depth=8, max_children=4)
+    return SizePolicy(limits, fallback=fallback, cheap=cheap, in_step=True, batch=1)
 
 
-def test_without_fallback_losing_trees_go_on() -> None:
-    assert all(play(SizePolicy(LIMITS, fallback="off"), 400, tree_seconds=50.0, tokens=1.0))
+def fixed(world: Callable[[], World], size: int, tokens: int) -> float:
+    """Tokens a second with trees of one size."""
+    one = world()
+    one.nodes = size
+    return one.run(policy(cheap=True, fallback="off", max_nodes=size), tokens).rate
 
 
-def test_trees_that_begin_to_pay_are_taken_up_again() -> None:
-    policy = SizePolicy(LIMITS, fallback="auto")
-    play(policy, 100, tree_seconds=3.0, tokens=1.2)
-    assert policy.paused
-    drafted = play(policy, 600, tree_seconds=1.2, tokens=3.5)
-    assert all(drafted[-300:])
-    # Having paid once, the next pause is short again.
-    later = runs(play(policy, 400, tree_seconds=4.0, tokens=1.0), False)
-    assert later[0] == min(later[:2]) and later[1] == 2 * later[0]
-    assert later[0] == runs(play(SizePolicy(LIMITS, fallback="auto"), 300, tree_seconds=4.0, tokens=1.0), False)[1]
+MIXES: dict[str, Callable[[int], int]] = {
+    "never": lambda position: 0,
+    "always": lambda position: 8,
+    "two": lambda position: 2,
+    "now and then": lambda position: 6 if position % 10 == 0 else 0,
+    "one in two": lambda position: position % 2,
+    "shorter and shorter": lambda position: max(0, 3 - position // 400),
+}
 
 
-@pytest.mark.parametrize("plain_before", [0, 1, 100])
-def test_a_judgement_rests_on_several_trees(plain_before: int) -> None:
-    """An n-gram draft may have nothing to say for a while; those rounds only time plain decoding."""
-    policy = SizePolicy(LIMITS, fallback="auto")
-    for _ in range(plain_before):
-        policy.observe(drafted=False, seconds=1.0, tokens=1.0)
-        assert not policy.paused
-    assert policy.estimates.tree_seconds.count == 0
-    trees = play(policy, 40, tree_seconds=9.0, tokens=1.0).index(False)
-    assert trees == play(SizePolicy(LIMITS, fallback="auto"), 40, tree_seconds=9.0, tokens=1.0).index(False) >= 4
+@pytest.mark.parametrize("cost", [steep, flat], ids=["steep", "flat"])
+@pytest.mark.parametrize("cheap", [True, False], ids=["cheap", "dear"])
+@pytest.mark.parametrize("mix", MIXES)
+def test_the_chosen_sizes_are_about_as_fast_as_the_best_fixed_size(
+    mix: str, cheap: bool, cost: Callable[[int], float]
+) -> None:
+    def world() -> World:
+        return World(MIXES[mix], cost, confidence=lambda position: 0.6)
+
+    best = max(fixed(world, size, 2000) for size in (0, 1, 2, 3, 4, 6, 8))
+    chosen = world().run(policy(cheap=cheap), 2000)
+    # A dear draft pays for its probes.
+    assert chosen.rate > (0.97 if cheap else 0.90) * best
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32), st.integers(1, 120))
-def test_a_decision_rests_on_earlier_rounds_only(seed: int, rounds: int) -> None:
-    rng = random.Random(seed)
-    one, other = (SizePolicy(LIMITS, fallback="auto") for _ in range(2))
-    for _ in range(rounds):
-        decision = one.limits()
-        # Asking costs nothing and changes nothing.
-        assert all(other.limits() == decision and other.paused == (decision != LIMITS) for _ in range(3))
-        drafted = decision.max_nodes > 0 and rng.random() < 0.9
-        seen = {"drafted": drafted, "seconds": rng.uniform(0.5, 3.0), "tokens": rng.uniform(1.0, 3.0)}
-        one.observe(**seen)
-        other.observe(**seen)
+def test_a_draft_that_knows_when_it_is_right_beats_every_fixed_size() -> None:
+    def world() -> World:
+        def right(position: int) -> int:
+            return max(0, 8 - position % 40) if position % 40 < 8 else 0
+
+        return World(right, confidence=lambda position: 0.95 if position % 40 < 8 else 0.05)
+
+    best = max(fixed(world, size, 2000) for size in (0, 1, 2, 3, 4, 6, 8))
+    assert world().run(policy(cheap=True), 2000).rate > 1.05 * best
 
 
-def test_running_mean_is_plain_first_and_forgets_later() -> None:
-    mean, samples = RunningMean(decay=0.9), [float(n * n % 17) for n in range(30)]
-    wanted = 0.0
-    for count, sample in enumerate(samples, 1):
-        mean.add(sample)
-        wanted = sum(samples[:count]) / count if count <= 10 else 0.9 * wanted + 0.1 * sample
-        assert mean.value == pytest.approx(wanted) and mean.count == count
+@pytest.mark.parametrize(("cheap", "trees"), [(True, 24), (False, 100)])
+def test_trees_that_are_never_right_are_left_out(cheap: bool, trees: int) -> None:
+    world = World(MIXES["never"], confidence=lambda position: 0.6).run(policy(cheap=cheap), 1000)
+    assert sum(size > 0 for size in world.sizes) <= trees
+    if not cheap:
+        whole = [at for at, size in zip(world.at, world.sizes, strict=True) if size]
+        pauses = [after - before - 1 for before, after in zip(whole, whole[1:], strict=False) if after > before + 1]
+        # Plain rounds between two probes: twice as many each time, up to a limit.
+        assert pauses[1:4] == [2 * pause for pause in pauses[:3]] and max(pauses) == pauses[-1] == 128
 
 
-def test_gain_compares_tokens_per_second() -> None:
-    estimates = RoundEstimates()
-    assert estimates.gain is None
-    estimates.observe(drafted=True, seconds=2.0, tokens=3.0)
-    assert estimates.gain is None
-    estimates.observe(drafted=False, seconds=0.5, tokens=1.0)
-    assert estimates.gain == pytest.approx((3.0 / 2.0) / (1.0 / 0.5))
-    estimates.observe(drafted=False, seconds=1.5, tokens=1.0)
-    assert estimates.gain == pytest.approx((3.0 / 2.0) / 1.0)
-    only_plain = RoundEstimates()
-    only_plain.observe(drafted=False, seconds=1.0, tokens=1.0)
-    assert only_plain.gain is None
+def test_a_cheap_draft_is_taken_up_as_soon_as_it_would_have_been_right() -> None:
+    world = World(lambda position: 0 if position < 300 else 8, confidence=lambda position: 0.6)
+    world.run(policy(cheap=True), 500)
+    first = next(at for at, size in zip(world.at, world.sizes, strict=True) if at > 260 and size)
+    assert 300 <= first < 316
+    later = [size for at, size in zip(world.at, world.sizes, strict=True) if at > 400]
+    assert later.count(8) >= len(later) - 1
+
+
+def test_a_dear_draft_is_found_to_pay_again_by_a_probe() -> None:
+    world = World(lambda position: 0 if position < 300 else 8).run(policy(cheap=False), 1200)
+    later = [size for at, size in zip(world.at, world.sizes, strict=True) if at > 560]
+    assert min(later) == 8
+
+
+def test_sizes_are_timed_again_after_a_while() -> None:
+    slow_from = 600
+
+    def run(cost: Callable[[int, int], float]) -> World:
+        world = World(lambda position: 1, confidence=lambda position: 0.6)
+        world.cost = lambda nodes: cost(nodes, world.position)
+        return world.run(policy(cheap=True), 2000)
+
+    # Nodes become dear: trees stop. Nodes become free: trees begin.
+    dearer = run(lambda nodes, at: flat(nodes) if at < slow_from else 1.0 + 2.0 * nodes)
+    cheaper = run(lambda nodes, at: flat(nodes) if at >= slow_from else 1.0 + 2.0 * nodes)
+    for world, late in ((dearer, False), (cheaper, True)):
+        trees = [size > 0 for at, size in zip(world.at, world.sizes, strict=True) if at > 1500]
+        assert sum(flag == late for flag in trees) > 0.95 * len(trees)
+
+
+def test_without_fallback_the_size_is_fixed() -> None:
+    for cheap in (True, False):
+        world = World(MIXES["never"]).run(policy(cheap=cheap, fallback="off"), 50)
+        assert set(world.sizes) == {8}
+
+
+def test_a_tree_without_scores_is_judged_by_what_such_trees_brought() -> None:
+    world = World(MIXES["two"], flat).run(policy(cheap=False), 300)
+    assert set(world.sizes[20:]) <= {2, 3, 4, 6, 8}
+
+
+def test_asking_changes_nothing() -> None:
+    one, other = World(MIXES["one in two"]), World(MIXES["one in two"])
+    judge, curious = policy(cheap=False), policy(cheap=False)
+    for _ in range(100):
+        assert all(curious.limits() == judge.limits() for _ in range(3))
+        one.run(judge, 1)
+        other.run(curious, 1)
+    assert one.sizes == other.sizes
+
+
+def test_rows_in_step_advance_by_the_shortest_of_them() -> None:
+    """Of two rows one is never right: in step trees are useless, apart they are not."""
+    drafted = {}
+    for in_step in (True, False):
+        chooser = SizePolicy(LIMITS, fallback="auto", cheap=True, in_step=in_step, batch=2)
+        texts = [list(range(1)), list(range(1))]
+        sizes = []
+        for _ in range(60):
+            trees = []
+            for row, text in enumerate(texts):
+                last = text[-1]
+                ahead = [last + 1, last + 2, last + 3] if row else [WRONG] * 3
+                trees.append(TokenTree((last, *ahead), (-1, 0, 1, 2), (0.0, -0.4, -0.8, -1.2)))
+            emitted = [len(text) for text in texts]
+            scored = chooser.cut(trees, dict(enumerate(emitted)), emitted)
+            sizes.append(scored[1].drafted)
+            gained = [1, 1 if in_step else 1 + scored[1].drafted]
+            for text, count in zip(texts, gained, strict=True):
+                text.extend(range(text[-1] + 1, text[-1] + 1 + count))
+            chooser.observe(nodes=scored[0].drafted, seconds=steep(scored[0].drafted), texts=dict(enumerate(texts)))
+        drafted[in_step] = sizes[20:]
+    assert set(drafted[True]) == {0} and set(drafted[False]) == {3}

@@ -153,3 +153,30 @@ def test_capping_only_lowers(nodes: int, depth: int, node_cap: int | None, depth
     sizes = [n for n in range(10) if n <= nodes and (node_cap is None or n <= max(node_cap, 0))]
     wanted = max(sizes) if max(depths) else 0
     assert capped == TreeLimits(max_nodes=wanted, max_depth=max(depths), max_children=3)
+
+
+def test_the_best_nodes_of_a_tree_form_a_tree() -> None:
+    scores = (0.0, -2.0, -0.5, -0.7, -2.0, -0.5)
+    tree = TokenTree((9, 1, 2, 3, 4, 5), (-1, 0, 0, 2, 1, 2), scores)
+    # Equal scores: the shallower node first, then the earlier.
+    assert tree.by_rank() == [2, 5, 3, 1, 4]
+    assert tree.best(0) == TokenTree.root_only(9) and tree.best(5) is tree and tree.best(9) is tree
+    cut = tree.best(3)
+    assert cut == TokenTree((9, 2, 3, 5), (-1, 0, 1, 1)) and cut.scores == (0.0, -0.5, -0.7, -0.5)
+    assert cut.best(1) == TokenTree((9, 2), (-1, 0))
+
+
+def test_without_scores_nodes_rank_as_they_come() -> None:
+    tree = TokenTree((9, 1, 2, 3), (-1, 0, 1, 0))
+    assert tree.by_rank() == [1, 2, 3] and tree.best(2) == TokenTree((9, 1, 2), (-1, 0, 1))
+    assert tree.best(2).scores is None
+
+
+def test_a_frozen_tree_has_the_scores_of_its_builder() -> None:
+    builder = TreeBuilder(9)
+    builder.add(0, 1, -0.3)
+    builder.add(0, 2, -0.2)
+    builder.add(1, 3, -0.4)
+    tree, _ = builder.freeze([1, 3])
+    assert tree.tokens == (9, 1, 3) and tree.scores == pytest.approx((0.0, -0.3, -0.7))
+    assert builder.freeze(builder.best(2))[0] == builder.freeze()[0].best(2)

@@ -1,0 +1,106 @@
+"""Proposed trees on their way to being judged, whether the target scored them or not.
+
+The text does not depend on trees. So once the next tokens of a row are known, by whatever way, they tell how many
+tokens each size of an earlier tree would have brought: the acceptance of trees that were never scored comes for free.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from math import exp
+
+from hf_treespec.control.estimates import GainCurve
+from hf_treespec.tree import TokenTree
+
+__all__ = ["ProposalLog", "predicted_tokens"]
+
+
+def predicted_tokens(tree: TokenTree, sizes: Sequence[int]) -> list[float]:
+    """Accepted tokens that the draft expects of the best nodes of its tree, per size; 0 for trees without scores."""
+    if tree.scores is None:
+        return [0.0] * len(sizes)
+    sums, total = [0.0], 0.0
+    for node in tree.by_rank():
+        total += exp(tree.scores[node])
+        sums.append(total)
+    return [sums[min(size, tree.drafted)] for size in sizes]
+
+
+def _accepted_tokens(tree: TokenTree, ahead: Sequence[int], sizes: Sequence[int]) -> list[int] | None:
+    """Accepted tokens per size, given the tokens behind the root; None while more of them are needed."""
+    node, path = 0, []
+    for token in ahead:
+        child = tree.child(node, token)
+        if child is None:
+            break
+        node = child
+        path.append(node)
+    else:
+        if tree.children(node):
+            return None
+    rank = {place: number for number, place in enumerate(tree.by_rank(), 1)}
+    return [sum(rank[node] <= size for node in path) for size in sizes]
+
+
+class ProposalLog:
+    """Trees of one group of rows that advance together, judged in the order in which they were proposed.
+
+    Every tree that was scored counts. Trees proposed in plain rounds overlap: for each size a decoder is imagined that
+    uses trees of that size only, and of those trees only the ones at which it would have begun a round count.
+
+    Args:
+        sizes: the ladder.
+        gains: learns of every judged tree.
+    """
+
+    def __init__(self, sizes: Sequence[int], gains: GainCurve) -> None:
+        self._sizes = sizes
+        self._gains = gains
+        self._pending: deque[tuple[int, int, dict[int, tuple[int, TokenTree]], bool]] = deque()
+        self._next_round = [0] * len(sizes)
+
+    def add(
+        self, emitted: int, limit: int, proposals: Mapping[int, tuple[int, TokenTree]], *, scored: bool = False
+    ) -> None:
+        """Note the trees of one round.
+
+        Args:
+            emitted: tokens that the rows of the group have emitted so far.
+            limit: nodes that the draft was allowed; larger sizes learn nothing from these trees.
+            proposals: row -> (text length with the root, tree), of rows that have not ended.
+            scored: whether the target scores any part of them.
+        """
+        self._pending.append((emitted, limit, dict(proposals), scored))
+
+    def judge(self, texts: Mapping[int, Sequence[int]]) -> None:
+        """Judge what can be judged by now.
+
+        Args:
+            texts: row -> tokens so far, of rows that have not ended.
+        """
+        while self._pending:
+            emitted, limit, proposals, scored = self._pending[0]
+            going = [(texts[row], length, tree) for row, (length, tree) in proposals.items() if row in texts]
+            accepted = [_accepted_tokens(tree, text[length:], self._sizes) for text, length, tree in going]
+            if None in accepted:
+                return
+            self._pending.popleft()
+            if going:
+                predicted = [predicted_tokens(tree, self._sizes) for _, _, tree in going]
+                self._learn(emitted, limit, scored, [row for row in accepted if row is not None], predicted)
+
+    def _learn(
+        self,
+        emitted: int,
+        limit: int,
+        scored: bool,
+        accepted: Sequence[Sequence[int]],
+        predicted: Sequence[Sequence[float]],
+    ) -> None:
+        for place, size in enumerate(self._sizes):
+            if size <= limit and (scored or emitted >= self._next_round[place]):
+                # The shortest row decides how far the group advances.
+                tokens = min(row[place] for row in accepted)
+                self._gains.add(place, tokens, min(row[place] for row in predicted))
+                self._next_round[place] = emitted + tokens + 1

@@ -1,0 +1,140 @@
+"""What the size policy knows: costs, gains, and how trees that were never scored are judged."""
+
+from __future__ import annotations
+
+from math import log
+
+import pytest
+
+from hf_treespec.control.estimates import CostCurve, GainCurve, size_ladder
+from hf_treespec.control.proposals import ProposalLog, predicted_tokens
+from hf_treespec.tree import TokenTree
+
+SIZES = (0, 1, 2, 4, 8)
+
+
+def test_the_ladder_has_fine_steps_first_and_ends_with_the_size_itself() -> None:
+    assert size_ladder(0) == (0,)
+    assert size_ladder(1) == (0, 1)
+    assert size_ladder(16) == (0, 1, 2, 3, 4, 6, 8, 12, 16)
+    assert size_ladder(21) == (0, 1, 2, 3, 4, 6, 8, 12, 16, 21)
+
+
+def test_costs_are_lower_medians_of_the_latest_timings_interpolated_between_sizes() -> None:
+    costs = CostCurve(SIZES)
+    prior = costs.seconds()
+    assert prior[0] == 1.0 and prior == sorted(prior) and prior[-1] < 1.5
+    for seconds in (9.0, 2.0):  # the warm-up does not count
+        costs.add(0, seconds)
+    assert costs.seconds() == pytest.approx([2.0 * base for base in prior])
+    for seconds in (6.0, 6.0, 50.0):
+        costs.add(7, seconds)  # a tree of seven nodes counts as one of eight
+    known = costs.seconds()
+    assert known[0] == 2.0 and known[-1] == pytest.approx(6.0)
+    ratio = [seconds / base for seconds, base in zip(known, prior, strict=True)]
+    assert ratio[2] == pytest.approx(ratio[0] + (ratio[-1] - ratio[0]) * 2 / 8)
+    for _ in range(3):
+        costs.add(8, 3.0)
+    assert costs.seconds()[-1] == 3.0 and costs.timings(8) == 4
+    costs.add(4, 1.0)
+    assert costs.seconds()[3] == 1.0
+    costs.forget()
+    assert costs.seconds() == prior and costs.timings(8) == 0
+
+
+def test_gains_are_means_that_forget_and_correct_the_draft() -> None:
+    gains = GainCurve(SIZES)
+    assert gains.mean(2) == 0.0 and gains.expected(2, 1.5) == 1.5
+    for _ in range(80):
+        gains.add(2, 3, 1.0)
+    assert gains.mean(2) == pytest.approx(3.0)
+    # Three times too modest, but for the start from trust.
+    assert 2.5 < gains.expected(2, 1.0) < 3.0 and gains.expected(2, 2.0) == 2 * gains.expected(2, 1.0)
+    gains.add(2, 0, 1.0)
+    assert gains.mean(2) == pytest.approx(2.7, abs=0.01)
+    for _ in range(80):
+        gains.add(2, 0, 1.0)
+    assert gains.mean(2) < 0.01 and gains.expected(2, 1.0) < 0.15
+    assert gains.mean(3) == 0.0
+
+
+def tree() -> TokenTree:
+    """Root 9; two children 1 and 2; below 1 a chain 3, 4."""
+    return TokenTree((9, 1, 2, 3, 4), (-1, 0, 0, 1, 3), tuple(map(log, (1.0, 0.5, 0.4, 0.3, 0.2))))
+
+
+def test_predictions_sum_the_probabilities_of_the_best_nodes() -> None:
+    assert predicted_tokens(tree(), SIZES) == pytest.approx([0.0, 0.5, 0.9, 1.4, 1.4])
+    assert predicted_tokens(TokenTree.chain([1, 2]), SIZES) == [0.0] * 5
+
+
+class Seen(GainCurve):
+    """Keeps the samples."""
+
+    def __init__(self) -> None:
+        super().__init__(SIZES)
+        self.samples: list[tuple[int, int]] = []
+
+    def add(self, place: int, accepted: int, predicted: float) -> None:
+        self.samples.append((SIZES[place], accepted))
+        super().add(place, accepted, predicted)
+
+
+def test_a_tree_is_judged_once_the_text_tells() -> None:
+    seen = Seen()
+    log_ = ProposalLog(SIZES, seen)
+    log_.add(0, 8, {0: (1, tree())})
+    log_.judge({0: [9]})
+    log_.judge({0: [9, 1]})
+    log_.judge({0: [9, 1, 3]})
+    assert not seen.samples  # 4 may still follow
+    log_.judge({0: [9, 1, 3, 5]})
+    # One node: only 1. Two: 1 and its sibling. Four: down to 3.
+    assert seen.samples == [(0, 0), (1, 1), (2, 1), (4, 2), (8, 2)]
+    log_.judge({0: [9, 1, 3, 5]})
+    assert len(seen.samples) == 5
+
+
+def test_a_leaf_ends_the_wait_and_sizes_beyond_the_limit_learn_nothing() -> None:
+    seen = Seen()
+    log_ = ProposalLog(SIZES, seen)
+    log_.add(0, 4, {0: (1, tree())})
+    log_.judge({0: [9, 2]})
+    assert seen.samples == [(0, 0), (1, 0), (2, 1), (4, 1)]
+
+
+def test_an_imagined_round_begins_where_the_last_one_ended() -> None:
+    seen = Seen()
+    log_ = ProposalLog((0, 8), seen)
+    text = [0, 1, 2, 3, 4, 5, 6, 7]
+    # Plain rounds, each with a chain of two right tokens: a decoder with such trees takes every third.
+    for emitted in range(5):
+        log_.add(emitted, 8, {0: (emitted + 1, TokenTree.chain(text[emitted : emitted + 3]))})
+    log_.judge({0: text})
+    assert seen.samples.count((8, 2)) == 0 and [s for s in seen.samples if s[1]] == [(1, 2), (1, 2)]
+
+
+def test_of_rows_in_step_the_shortest_counts_and_ended_rows_do_not() -> None:
+    seen = Seen()
+    log_ = ProposalLog(SIZES, seen)
+    log_.add(0, 1, {0: (1, TokenTree.chain([5, 6])), 1: (2, TokenTree.chain([5, 6]))})
+    log_.judge({0: [5, 6], 1: [0, 5]})
+    assert not seen.samples
+    log_.judge({0: [5, 6], 1: [0, 5, 7]})
+    assert seen.samples == [(0, 0), (1, 0)]
+    log_.add(1, 1, {0: (2, TokenTree.chain([6, 7])), 1: (3, TokenTree.chain([7, 8]))})
+    log_.judge({0: [5, 6, 7]})
+    assert seen.samples[2:] == [(0, 0), (1, 1)]
+    log_.add(3, 1, {0: (3, TokenTree.chain([7, 8]))})
+    log_.judge({})
+    assert len(seen.samples) == 4
+
+
+def test_trees_that_were_scored_all_count() -> None:
+    seen = Seen()
+    log_ = ProposalLog((0, 8), seen)
+    text = [0, 1, 2, 3, 4]
+    for emitted in range(3):
+        log_.add(emitted, 8, {0: (emitted + 1, TokenTree.chain(text[emitted : emitted + 3]))}, scored=True)
+    log_.judge({0: text})
+    assert [sample for sample in seen.samples if sample[0]] == [(1, 2)] * 3
