@@ -85,7 +85,7 @@ def run(model: Any, inputs: dict[str, torch.Tensor], forwards: Forwards, **kwarg
 
 
 def part_text(model: Any, tokenizer: Any, data: Path, count: int) -> list[dict[str, Any]]:
-    """Equality at T=0 and T=1, and tokens a round against prompt lookup."""
+    """Equality at T=0 and T=1, and tokens a round and seconds against prompt lookup; methods take turns."""
     forwards = Forwards(model)
     tree = TreeConfig(draft="ngram", max_nodes=16, fallback="off", seed=SEED)
     rows = []
@@ -98,6 +98,7 @@ def part_text(model: Any, tokenizer: Any, data: Path, count: int) -> list[dict[s
                 "plain": greedy,
                 "prompt_lookup": {**greedy, "prompt_lookup_num_tokens": 10},
                 "tree": {**greedy, "tree_config": tree},
+                "tree_auto": {**greedy, "tree_config": tree.replace(fallback="auto")},
                 "plain_t1": {**sampled, "tree_config": tree.replace(max_nodes=0)},
                 "tree_t1": {**sampled, "tree_config": tree},
             }
@@ -177,7 +178,11 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
                 m: round(sum(r["new_tokens"] - 1 for r in rs) / max(1, sum(r["forwards"] - 1 for r in rs)), 3)
                 for m, rs in of.items()
             }
-    for method in ("tree", "tree_t1"):
+            seconds = {m: sum(r["seconds"] for r in rs) for m, rs in of.items()}
+            out[f"{name}:speed-up"] = {
+                m: round(seconds["plain"] / seconds[m], 3) for m in ("prompt_lookup", "tree", "tree_auto")
+            }
+    for method in ("tree", "tree_auto", "tree_t1"):
         texts = [r for r in rows if r["part"] == "text" and r["method"] == method]
         if texts:
             seconds = {k: sum(r[k] for r in texts) for k in texts[0] if k.endswith("_seconds")}
@@ -205,7 +210,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return out
 
 
-METHODS = ("plain", "prompt_lookup", "tree", "plain_t1", "tree_t1")
+METHODS = ("plain", "prompt_lookup", "tree", "tree_auto", "plain_t1", "tree_t1")
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:

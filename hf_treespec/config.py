@@ -56,8 +56,8 @@ class TreeConfig:
             the model's config: no other thread may run the model during such a call.
         seed: integer in [0, 2**63) that fixes the noise under `do_sample=True`; None draws one from torch's global
             generator, so `torch.manual_seed` governs it.
-        fallback: ``"auto"`` measures rounds and scores the size of tree, up to `max_nodes`, that brings the most tokens
-            a second, or none while none pays; ``"off"`` always scores whole trees.
+        fallback: ``"auto"`` measures rounds and scores the size of tree, up to `max_nodes`, that brings the most
+            tokens a second, or none while none pays; ``"off"`` always scores whole trees.
 
     Raises:
         TreeConfigError: if a field has a value that cannot work.

@@ -211,3 +211,17 @@ def test_a_file_that_holds_no_config_is_refused(name: str, text: str, message: s
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(TreeConfigError, match=message):
         TreeConfig.from_pretrained(path)
+
+
+def test_shipped_trees_load_without_a_warning() -> None:
+    folder = Path(__file__).resolve().parents[2] / "configs" / "trees"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        configs = {path.stem: TreeConfig.from_pretrained(path) for path in sorted(folder.glob("*.yaml"))}
+    assert {
+        name: (c.draft, c.max_nodes, c.max_depth, c.max_children, c.growth, c.fallback) for name, c in configs.items()
+    } == {
+        "chain": ("auto", 5, 5, 1, "static", "off"),
+        "draft_model": ("model", 24, 4, 8, "dynamic", "auto"),
+        "ngram": ("ngram", 32, 12, 4, "best_first", "auto"),
+    }
