@@ -30,7 +30,7 @@ from transformers import (
 from transformers.cache_utils import DynamicCache
 
 from hf_treespec import TreeConfig, _compat, enable
-from hf_treespec.verify import GumbelNoise
+from hf_treespec.verify import GumbelNoise, text_streams
 
 # Threads only cost time at these sizes.
 torch.set_num_threads(1)
@@ -154,12 +154,12 @@ def assert_lively(sequences: Tensor, width: int = WIDTH) -> None:
 
 
 @contextmanager
-def gumbel_multinomial(seed: int, mask: Tensor, vocab: int) -> Iterator[None]:
+def gumbel_multinomial(seed: int, ids: Tensor, mask: Tensor, vocab: int) -> Iterator[None]:
     """Make the sampling loop of transformers draw by the Gumbel-max trick with the noise of `seed`.
 
     Stock sampling then is a reference for coupled sampling that shares nothing with the engine but the noise.
     """
-    noise = GumbelNoise(seed, vocab)
+    noise = GumbelNoise(seed, vocab, streams=text_streams(real_texts(ids, mask)))
     position = mask.sum(-1).tolist()
 
     def multinomial(probs: Tensor, num_samples: int = 1, **_: Any) -> Tensor:
@@ -177,8 +177,8 @@ def reference(model: PreTrainedModel, ids: Tensor, mask: Tensor, *, seed: int = 
     arguments = {"do_sample": False, **arguments}
     if not arguments["do_sample"]:
         return model.generate(ids, attention_mask=mask, **arguments)
-    rows = mask.repeat_interleave(arguments.get("num_return_sequences", 1), 0)
-    with gumbel_multinomial(seed, rows, int(model.config.vocab_size)):
+    rows, texts = (tensor.repeat_interleave(arguments.get("num_return_sequences", 1), 0) for tensor in (mask, ids))
+    with gumbel_multinomial(seed, texts, rows, int(model.config.vocab_size)):
         return model.generate(ids, attention_mask=mask, **arguments)
 
 
@@ -222,7 +222,8 @@ def margins(model: PreTrainedModel, ids: Tensor, mask: Tensor, *, seed: int = 0,
         scores = out.scores[column - ids.shape[1]][row].double()
         if arguments.get("do_sample"):
             position = int(mask[row].sum()) + column - ids.shape[1]
-            scores = scores + GumbelNoise(seed, scores.shape[-1]).at(row, position)
+            streams = text_streams(real_texts(ids, mask))
+            scores = scores + GumbelNoise(seed, scores.shape[-1], streams=streams).at(row, position)
         best = scores.topk(2).values
         return float(best[0] - best[1])
 

@@ -23,7 +23,7 @@ from hf_treespec.engine.prompt import Prompt
 from hf_treespec.engine.round import RoundRunner
 from hf_treespec.engine.state import GrowingText, StopRules
 from hf_treespec.stats import TreeStats
-from hf_treespec.verify import Decider, GumbelNoise, NodeScorer, are_length_free, are_pure
+from hf_treespec.verify import Decider, GumbelNoise, NodeScorer, are_length_free, are_pure, text_streams
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
@@ -132,7 +132,7 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
     last_logits = outputs.logits[:, -1].to(device, copy=True)
     del outputs
     vocab = int(last_logits.shape[-1])
-    noise = _noise(config, vocab, device) if generation.do_sample else None
+    noise = _noise(config, vocab, device, prompt.known_tokens) if generation.do_sample else None
     if noise is not None:
         for row in text.draft_rows:
             row.noise = _row_noise(noise, row.index)
@@ -178,10 +178,10 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
     return output
 
 
-def _noise(config: TreeConfig, vocab: int, device: torch.device) -> GumbelNoise:
+def _noise(config: TreeConfig, vocab: int, device: torch.device, prompts: list[list[int]]) -> GumbelNoise:
     # Drawn once from the global generator, so that `torch.manual_seed` governs the text.
     seed = config.seed if config.seed is not None else int(torch.randint(2**63 - 1, ()))
-    return GumbelNoise(seed, vocab, device)
+    return GumbelNoise(seed, vocab, device, text_streams(prompts))
 
 
 def _row_noise(noise: GumbelNoise, row: int) -> Callable[[int], Tensor]:

@@ -251,3 +251,20 @@ def test_rows_of_num_return_sequences_differ_and_are_those_without_trees(family:
     pair = twice(ids, mask, family=family, config=BUSHES, num_return_sequences=3, max_new_tokens=16, **SAMPLED)
     assert pair.actual.shape[0] == 9
     assert len({tuple(row) for row in pair.actual.tolist()}) == 9
+
+
+@families
+def test_sampled_rows_know_neither_their_place_nor_their_neighbours(family: str) -> None:
+    ids, mask = prompt(family, 3)
+    call = {"do_sample": True, "max_new_tokens": 16, "tree_config": TreeConfig(seed=9), "temperature": 1.2}
+    model = treed(family)
+    whole = model.generate(ids, attention_mask=mask, **call)[:, WIDTH:]
+    turned = model.generate(ids.flip(0), attention_mask=mask.flip(0), **call)[:, WIDTH:]
+    assert_same_text(whole, turned.flip(0), width=0)
+    for row in range(3):
+        real = mask[row].bool()
+        alone = model.generate(ids[row : row + 1, real], **call)[:, int(real.sum()) :]
+        assert_same_text(whole[row : row + 1], alone, width=0)
+    copies = model.generate(ids[1:2], num_return_sequences=3, **call)[:, WIDTH:]
+    assert len({tuple(copy) for copy in copies.tolist()}) == 3
+    assert_same_text(whole[1:2], copies[:1], width=0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_treespec.verify import GumbelNoise
+from hf_treespec.verify import GumbelNoise, text_streams
 
 WORD = (1 << 64) - 1
 GAMMA = 0x9E3779B97F4A7C15
@@ -196,3 +196,15 @@ def test_neighbours_are_not_correlated() -> None:
         # Of the values, and of their distance from the middle, which shows common size without common sign.
         for what in (pair, (pair - 0.5).abs()):
             assert abs(float(torch.corrcoef(what)[0, 1])) < 4 / math.sqrt(n), name
+
+
+def test_streams_follow_the_prompt_and_tell_copies_apart() -> None:
+    one, other = [5, 6, 7], [5, 7, 6]
+    streams = text_streams([one, other, one, one, []])
+    assert len(set(streams)) == 5
+    # Neither the place nor the neighbours matter.
+    assert text_streams([other, one]) == [streams[1], streams[0]]
+    assert text_streams([[], one, one])[1:] == [streams[0], streams[2]]
+    noise = GumbelNoise(3, 40, streams=streams)
+    assert torch.equal(noise.at(1, 9), GumbelNoise(3, 40, streams=[streams[1]]).at(0, 9))
+    assert not torch.equal(noise.at(0, 9), noise.at(2, 9))
