@@ -159,7 +159,7 @@ def gumbel_multinomial(seed: int, ids: Tensor, mask: Tensor, vocab: int) -> Iter
 
     Stock sampling then is a reference for coupled sampling that shares nothing with the engine but the noise.
     """
-    noise = GumbelNoise(seed, vocab, streams=text_streams(real_texts(ids, mask)))
+    noise = GumbelNoise(seed, vocab, streams=text_streams(real_texts(ids, mask[:, -ids.shape[1] :])))
     position = mask.sum(-1).tolist()
 
     def multinomial(probs: Tensor, num_samples: int = 1, **_: Any) -> Tensor:

@@ -160,10 +160,13 @@ def check_burst(
     wide = torch.cat([mask, mask.new_ones(batch, known.shape[1] - WIDTH)], 1)
     rest = {**call, "max_new_tokens": text.shape[1] - known.shape[1]}
     if rest["max_new_tokens"]:
-        source = Source(half_right, seed=seed, vocab=vocabulary(family), truth=truth)
+        # The noise follows the prompt, which is another one now.
+        text = reference(stock(family), known, wide, seed=config.seed or 0, **rest)
+        margin = margins(model, known, wide, seed=config.seed or 0, **rest)
+        source = Source(half_right, seed=seed, vocab=vocabulary(family), truth=real_texts(text, wide))
         with drafting(source):
             out = model.generate(known, attention_mask=wide, tree_config=config, **rest, **cache_argument(cache))
-        assert_same_text(text, out, margin)
+        assert_same_text(text, out, margin, width=known.shape[1])
         assert_same_cache(plain_cache(stock(family), text, mask, text.shape[1] - 1), cache, mask)
 
 
