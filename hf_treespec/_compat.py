@@ -14,7 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import cache_utils as _caches
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 from transformers.generation import logits_process as _lp
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import (
@@ -29,6 +37,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from hf_treespec.errors import TreeSpecWarning
 
 __all__ = [
+    "FP8_LAYERS",
     "MASK_IMPLEMENTATIONS",
     "Cache",
     "DynamicCache",
@@ -39,6 +48,8 @@ __all__ = [
     "GenerationMode",
     "MaxLengthCriteria",
     "MaxTimeCriteria",
+    "StaticLayer",
+    "StaticSlidingWindowLayer",
     "StopStringCriteria",
     "accepts_position_ids",
     "attention_implementation",
@@ -47,6 +58,7 @@ __all__ = [
     "cache_length",
     "decode_context",
     "decoder_output",
+    "dequantized",
     "embedding_rows",
     "end_stream",
     "eos_token_ids",
@@ -71,6 +83,7 @@ __all__ = [
     "supports_dynamic_cache",
     "supports_logits_to_keep",
     "switch_attention",
+    "through_quantization",
     "vocabulary_size",
     "warn_once",
 ]
@@ -117,6 +130,11 @@ def switch_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 # --- caches --------------------------------------------------------------------------------------------------------
 
+# Layers that keep their states in 8-bit floating point, each token for itself. Transformers has them since 5.21.
+FP8_LAYERS: tuple[type, ...] = tuple(
+    getattr(_caches, name) for name in ("Fp8QuantizedLayer",) if hasattr(_caches, name)
+)
+
 
 def cache_kwarg(model: nn.Module) -> str:
     """Name of the cache argument of `forward`: "cache" since 5.24, "past_key_values" before."""
@@ -147,6 +165,19 @@ def make_cache(config: PreTrainedConfig) -> DynamicCache:
 def supports_dynamic_cache(model: Any) -> bool:
     """Whether `generate` gives this model a `DynamicCache`."""
     return bool(type(model)._supports_default_dynamic_cache())
+
+
+def dequantized(layer: Any) -> tuple[Tensor, Tensor]:
+    """Keys and values `[B, H, L, D]` that an initialised layer of `FP8_LAYERS` holds."""
+    return layer._dequantize(layer._quantized_keys), layer._dequantize(layer._quantized_values)
+
+
+def through_quantization(layer: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """New states as attention sees them once an initialised layer of `FP8_LAYERS` has stored them."""
+    stored = layer._quantized_keys, layer._quantized_values
+    new = zip((keys, values), stored, strict=True)
+    seen = [layer._dequantize(layer._quantize(states, scale=scale)) for states, (_, scale) in new]
+    return seen[0], seen[1]
 
 
 def is_offloaded(cache: Cache) -> bool:
