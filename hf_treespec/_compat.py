@@ -38,6 +38,7 @@ from hf_treespec.errors import TreeSpecWarning
 
 __all__ = [
     "FP8_LAYERS",
+    "GROUPED_LAYERS",
     "MASK_IMPLEMENTATIONS",
     "Cache",
     "DynamicCache",
@@ -62,6 +63,7 @@ __all__ = [
     "embedding_rows",
     "end_stream",
     "eos_token_ids",
+    "exact_tokens",
     "is_offloaded",
     "is_stateful",
     "is_user_defined",
@@ -78,6 +80,7 @@ __all__ = [
     "prepare_inputs",
     "process_logits",
     "pure_processors",
+    "quantizes_in_groups",
     "register_mask_function",
     "stream",
     "supports_dynamic_cache",
@@ -134,6 +137,8 @@ def switch_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
 FP8_LAYERS: tuple[type, ...] = tuple(
     getattr(_caches, name) for name in ("Fp8QuantizedLayer",) if hasattr(_caches, name)
 )
+# Layers that quantize in groups: new states stay exact until there are `residual_length`, then all are quantized anew.
+GROUPED_LAYERS: tuple[type, ...] = (_caches.QuantoQuantizedLayer, _caches.HQQQuantizedLayer)
 
 
 def cache_kwarg(model: nn.Module) -> str:
@@ -168,12 +173,30 @@ def supports_dynamic_cache(model: Any) -> bool:
 
 
 def dequantized(layer: Any) -> tuple[Tensor, Tensor]:
-    """Keys and values `[B, H, L, D]` that an initialised layer of `FP8_LAYERS` holds."""
-    return layer._dequantize(layer._quantized_keys), layer._dequantize(layer._quantized_values)
+    """Keys and values `[B, H, L, D]` that an initialised quantized layer holds, as its next update would give them."""
+    keys, values = layer._dequantize(layer._quantized_keys), layer._dequantize(layer._quantized_values)
+    if getattr(layer, "_pending_beam_idx", None) is not None:
+        keys, values = layer._apply_pending_reorder(keys, values)
+    if exact_tokens(layer):
+        keys, values = torch.cat([keys, layer.keys], dim=-2), torch.cat([values, layer.values], dim=-2)
+    return keys, values
+
+
+def quantizes_in_groups(layer: Any) -> bool:
+    """Whether the layer holds its newest states exactly for a while."""
+    return isinstance(layer, _caches.QuantizedLayer)
+
+
+def exact_tokens(layer: Any) -> int:
+    """How many of its newest tokens a quantized layer holds exactly."""
+    # Without any the tensor has one axis.
+    return int(layer.keys.shape[-2]) if layer.is_initialized and layer.keys.dim() == 4 else 0
 
 
 def through_quantization(layer: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """New states as attention sees them once an initialised layer of `FP8_LAYERS` has stored them."""
+    """New states as attention sees them right after the update of an initialised quantized layer."""
+    if quantizes_in_groups(layer):
+        return keys, values
     stored = layer._quantized_keys, layer._quantized_values
     new = zip((keys, values), stored, strict=True)
     seen = [layer._dequantize(layer._quantize(states, scale=scale)) for states, (_, scale) in new]

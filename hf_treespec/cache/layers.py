@@ -18,7 +18,7 @@ _KINDS: dict[type, str] = {
     _compat.DynamicSlidingWindowLayer: SLIDING,
     _compat.StaticLayer: STATIC,
     _compat.StaticSlidingWindowLayer: STATIC,
-    **dict.fromkeys(_compat.FP8_LAYERS, QUANTIZED),
+    **dict.fromkeys((*_compat.FP8_LAYERS, *_compat.GROUPED_LAYERS), QUANTIZED),
 }
 
 

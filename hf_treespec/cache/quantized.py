@@ -1,14 +1,16 @@
-"""Quantized layers: a tree lies beside the store, and only accepted tokens enter it.
+"""Quantized layers: a tree lies beside the store, and only accepted tokens enter it, in plain decoding's own order.
 
 Attention sees every state of an FP8 layer rounded, the newest ones too; the tree's states are rounded in the same way
-with the scale that the layer fixed at its first update.
+with the scale that the layer fixed at its first update. A layer that quantizes in groups holds new states exactly,
+until there are so many that it quantizes all it has: a node behind such a place would see the states of its path
+otherwise than in plain decoding, so no path may go beyond one (`path_limit`).
 
 Shapes: B rows, H heads, M tree slots, D head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +18,21 @@ from torch import Tensor
 
 from hf_treespec import _compat
 
-__all__ = ["QuantizedRecorder"]
+__all__ = ["QuantizedRecorder", "path_limit"]
+
+
+def path_limit(layers: Iterable[Any]) -> int | None:
+    """Depth of the deepest node that no layer would quantize anew before; None if no layer does."""
+    left = [
+        int(layer.residual_length) - 1 - _compat.exact_tokens(layer)
+        for layer in layers
+        if _compat.quantizes_in_groups(layer)
+    ]
+    return max(0, min(left)) if left else None
 
 
 class QuantizedRecorder:
-    """Stands in for the `update` of one FP8 layer between a snapshot and its commit.
+    """Stands in for the `update` of one quantized layer between a snapshot and its commit.
 
     Args:
         layer: the layer; it is shadowed on the instance until `remove`.
@@ -63,4 +75,9 @@ class QuantizedRecorder:
             states.gather(2, index.to(states.device).expand(-1, states.shape[1], -1, states.shape[3]))
             for states in (keys, values)
         ]
-        self.layer.update(accepted[0], accepted[1])
+        if not _compat.quantizes_in_groups(self.layer):
+            self.layer.update(accepted[0], accepted[1])
+            return
+        # What is quantized together depends on the number of updates.
+        for step in range(index.shape[2]):
+            self.layer.update(accepted[0][:, :, step : step + 1], accepted[1][:, :, step : step + 1])

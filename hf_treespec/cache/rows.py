@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_treespec import _compat
 from hf_treespec.cache.layers import DENSE, QUANTIZED, STATIC, check_cache, layer_kind
-from hf_treespec.cache.quantized import QuantizedRecorder
+from hf_treespec.cache.quantized import QuantizedRecorder, path_limit
 from hf_treespec.cache.replay import Recorder, replay_commit
 from hf_treespec.cache.static import LayerState, capacity, keep_slots, set_static_length
 from hf_treespec.errors import TreeSpecError
@@ -64,6 +64,11 @@ class RowCache:
     def room(self) -> int | None:
         """Slots that are left behind the committed ones, or None if the cache grows."""
         return None if self._capacity is None else self._capacity - self.physical
+
+    @property
+    def path_limit(self) -> int | None:
+        """Depth that a tree must not exceed, or None."""
+        return path_limit(self.cache.layers)
 
     @property
     def physical(self) -> int:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["check_inputs", "check_settings"]
 
 # The last ones are old names of "static".
-_CACHE_KINDS = (None, "dynamic", "static", "sliding_window", "hybrid", "hybrid_chunked")
+_CACHE_KINDS = (None, "dynamic", "quantized", "static", "sliding_window", "hybrid", "hybrid_chunked")
 
 
 def check_settings(
@@ -57,23 +57,14 @@ def _check_cache_implementation(generation_config: GenerationConfig) -> None:
     kind = generation_config.cache_implementation
     if kind in _CACHE_KINDS:
         return
-    if kind == "quantized":
-        backend = (generation_config.cache_config or {}).get("backend", "quanto")
-        if backend == "fp8":
-            return
-        raise UnsupportedCallError(
-            f"cache_implementation='quantized' of backend {backend!r} with tree_config: it now and then quantizes "
-            "its whole store anew, and a rejected node would leave a trace there; pass "
-            "cache_config={'backend': 'fp8'}, or leave cache_implementation out"
-        )
     if kind is not None and "offloaded" in kind:
         raise UnsupportedCallError(
             f"cache_implementation={kind!r} with tree_config: its layers move between devices during the forward and "
             "cannot take a tree; leave cache_implementation out, or use 'static'"
         )
     raise UnsupportedCallError(
-        f"cache_implementation={kind!r} with tree_config: expected 'dynamic', 'static' or 'quantized' (with backend "
-        "'fp8'); leave cache_implementation out"
+        f"cache_implementation={kind!r} with tree_config: expected 'dynamic', 'static' or 'quantized'; leave "
+        "cache_implementation out"
     )
 
 

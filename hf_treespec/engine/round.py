@@ -125,10 +125,10 @@ class RoundRunner:
 
     def _row_limits(self, row: int, limits: TreeLimits, *, drafts: bool) -> TreeLimits:
         """What the row has room for: a round emits one token more than its path is deep."""
-        depth = None
+        depth = self._cache.path_limit
         room = self._text.room(row)
         if room is not None:
-            depth = room - 1
+            depth = room - 1 if depth is None else min(depth, room - 1)
         if self._position_limit is not None:
             root = self._last_positions[row] + self._text.new_lengths[row]
             ahead = self._position_limit - 1 - root

@@ -39,7 +39,7 @@ TAKEN = (
     "DynamicSlidingWindowLayer",
     "StaticLayer",
     "StaticSlidingWindowLayer",
-    *(cls.__name__ for cls in _compat.FP8_LAYERS),
+    *(cls.__name__ for cls in (*_compat.FP8_LAYERS, *_compat.GROUPED_LAYERS)),
 )
 KNOWN_LAYERS = sorted(
     name
@@ -85,8 +85,6 @@ def test_every_other_class_of_transformers_is_refused_by_name(name: str) -> None
 def test_the_list_above_holds_the_classes_that_matter() -> None:
     assert {
         "StaticIndexedLayer",
-        "QuantoQuantizedLayer",
-        "HQQQuantizedLayer",
         "LinearAttentionLayer",
         "LinearAttentionAndFullAttentionLayer",
         "DynamicIndexedLayer",
