@@ -14,7 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import cache_utils as _caches
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 from transformers.generation import logits_process as _lp
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import (
@@ -29,6 +37,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from hf_treespec.errors import TreeSpecWarning
 
 __all__ = [
+    "FP8_LAYERS",
+    "GROUPED_LAYERS",
     "MASK_IMPLEMENTATIONS",
     "Cache",
     "DynamicCache",
@@ -39,6 +49,8 @@ __all__ = [
     "GenerationMode",
     "MaxLengthCriteria",
     "MaxTimeCriteria",
+    "StaticLayer",
+    "StaticSlidingWindowLayer",
     "StopStringCriteria",
     "accepts_position_ids",
     "attention_implementation",
@@ -47,9 +59,11 @@ __all__ = [
     "cache_length",
     "decode_context",
     "decoder_output",
+    "dequantized",
     "embedding_rows",
     "end_stream",
     "eos_token_ids",
+    "exact_tokens",
     "is_offloaded",
     "is_stateful",
     "is_user_defined",
@@ -66,11 +80,13 @@ __all__ = [
     "prepare_inputs",
     "process_logits",
     "pure_processors",
+    "quantizes_in_groups",
     "register_mask_function",
     "stream",
     "supports_dynamic_cache",
     "supports_logits_to_keep",
     "switch_attention",
+    "through_quantization",
     "vocabulary_size",
     "warn_once",
 ]
@@ -117,6 +133,13 @@ def switch_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 # --- caches --------------------------------------------------------------------------------------------------------
 
+# Layers that keep their states in 8-bit floating point, each token for itself. Transformers has them since 5.21.
+FP8_LAYERS: tuple[type, ...] = tuple(
+    getattr(_caches, name) for name in ("Fp8QuantizedLayer",) if hasattr(_caches, name)
+)
+# Layers that quantize in groups: new states stay exact until there are `residual_length`, then all are quantized anew.
+GROUPED_LAYERS: tuple[type, ...] = (_caches.QuantoQuantizedLayer, _caches.HQQQuantizedLayer)
+
 
 def cache_kwarg(model: nn.Module) -> str:
     """Name of the cache argument of `forward`: "cache" since 5.24, "past_key_values" before."""
@@ -147,6 +170,37 @@ def make_cache(config: PreTrainedConfig) -> DynamicCache:
 def supports_dynamic_cache(model: Any) -> bool:
     """Whether `generate` gives this model a `DynamicCache`."""
     return bool(type(model)._supports_default_dynamic_cache())
+
+
+def dequantized(layer: Any) -> tuple[Tensor, Tensor]:
+    """Keys and values `[B, H, L, D]` that an initialised quantized layer holds, as its next update would give them."""
+    keys, values = layer._dequantize(layer._quantized_keys), layer._dequantize(layer._quantized_values)
+    if getattr(layer, "_pending_beam_idx", None) is not None:
+        keys, values = layer._apply_pending_reorder(keys, values)
+    if exact_tokens(layer):
+        keys, values = torch.cat([keys, layer.keys], dim=-2), torch.cat([values, layer.values], dim=-2)
+    return keys, values
+
+
+def quantizes_in_groups(layer: Any) -> bool:
+    """Whether the layer holds its newest states exactly for a while."""
+    return isinstance(layer, _caches.QuantizedLayer)
+
+
+def exact_tokens(layer: Any) -> int:
+    """How many of its newest tokens a quantized layer holds exactly."""
+    # Without any the tensor has one axis.
+    return int(layer.keys.shape[-2]) if layer.is_initialized and layer.keys.dim() == 4 else 0
+
+
+def through_quantization(layer: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """New states as attention sees them right after the update of an initialised quantized layer."""
+    if quantizes_in_groups(layer):
+        return keys, values
+    stored = layer._quantized_keys, layer._quantized_values
+    new = zip((keys, values), stored, strict=True)
+    seen = [layer._dequantize(layer._quantize(states, scale=scale)) for states, (_, scale) in new]
+    return seen[0], seen[1]
 
 
 def is_offloaded(cache: Cache) -> bool:

@@ -79,7 +79,12 @@ def _validate_mode(
             raise UnsupportedCallError(f"{name}={value!r} with tree_config: pass one of the two")
     # Nothing of an earlier call may pass for the statistics of this one, should it be refused.
     model.__dict__.pop("treespec_stats", None)
-    check_settings(generation_config, synced_gpus=bool(mode_kwargs.get("synced_gpus")))
+    check_settings(
+        generation_config,
+        synced_gpus=bool(mode_kwargs.get("synced_gpus")),
+        attention=config.attention,
+        own_attention=_compat.attention_implementation(model),
+    )
     assistant = unwrap(mode_kwargs.get("assistant_model"))
     for part in filter(None, (model, assistant)):
         check_attention(part, config.attention)

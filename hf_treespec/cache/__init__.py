@@ -1,15 +1,20 @@
 """Keeping exactly the accepted path in the model's cache."""
 
-from hf_treespec.cache.layers import check_cache, layer_kind
+from hf_treespec.cache.layers import SLIDING, STATIC, check_cache, layer_kind, needs_equal_rows
 from hf_treespec.cache.replay import Recorder, replay_commit
 from hf_treespec.cache.rows import CacheTransaction, RowCache, restored_on_error
+from hf_treespec.cache.static import check_windows
 
 __all__ = [
+    "SLIDING",
+    "STATIC",
     "CacheTransaction",
     "Recorder",
     "RowCache",
     "check_cache",
+    "check_windows",
     "layer_kind",
+    "needs_equal_rows",
     "replay_commit",
     "restored_on_error",
 ]

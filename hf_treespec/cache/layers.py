@@ -7,18 +7,31 @@ from typing import Any
 from hf_treespec import _compat
 from hf_treespec.errors import UnsupportedCallError
 
-__all__ = ["DENSE", "SLIDING", "check_cache", "layer_kind"]
+__all__ = ["DENSE", "QUANTIZED", "SLIDING", "STATIC", "check_cache", "layer_kind", "needs_equal_rows"]
 
 DENSE = "dense"
 SLIDING = "sliding"
-_KINDS: dict[type, str] = {_compat.DynamicLayer: DENSE, _compat.DynamicSlidingWindowLayer: SLIDING}
+STATIC = "static"
+QUANTIZED = "quantized"
+_KINDS: dict[type, str] = {
+    _compat.DynamicLayer: DENSE,
+    _compat.DynamicSlidingWindowLayer: SLIDING,
+    _compat.StaticLayer: STATIC,
+    _compat.StaticSlidingWindowLayer: STATIC,
+    **dict.fromkeys((*_compat.FP8_LAYERS, *_compat.GROUPED_LAYERS), QUANTIZED),
+}
 
 
 def layer_kind(layer: Any) -> str | None:
-    """`DENSE`, `SLIDING`, or None for a class that cannot take a tree."""
+    """`DENSE`, `SLIDING`, `STATIC`, `QUANTIZED`, or None for a class that cannot take a tree."""
     kind = _KINDS.get(type(layer))
     # A window of one token is kept whole by transformers (its slice [-0:] is everything): not to be relied on.
     return None if kind == SLIDING and layer.sliding_window < 2 else kind
+
+
+def needs_equal_rows(cache: Any) -> bool:
+    """Whether the cache can hold no gaps, so that all rows must grow by equally many tokens a round."""
+    return any(layer_kind(layer) in (STATIC, QUANTIZED) for layer in getattr(cache, "layers", ()))
 
 
 def check_cache(cache: Any) -> _compat.Cache:
@@ -37,10 +50,14 @@ def check_cache(cache: Any) -> _compat.Cache:
             "an offloaded cache moves its layers during the forward and cannot take a tree; pass a DynamicCache, or "
             "leave out cache_implementation"
         )
-    odd = sorted({type(layer).__name__ for layer in cache.layers if layer_kind(layer) is None})
+    odd = {type(layer).__name__ for layer in cache.layers if layer_kind(layer) is None}
+    # Layers may be made one by one during the first forward, when it is too late to refuse.
+    later = getattr(cache, "layer_class_to_replicate", None)
+    if later is not None and _KINDS.get(later) != DENSE:
+        odd.add(later.__name__)
     if odd:
         raise UnsupportedCallError(
-            f"cache layers of class {', '.join(odd)} cannot take a tree; expected "
+            f"cache layers of class {', '.join(sorted(odd))} cannot take a tree; expected "
             f"{', '.join(kind.__name__ for kind in _KINDS)}. Leave out cache_implementation, or pass a DynamicCache"
         )
     return cache

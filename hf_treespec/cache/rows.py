@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from hf_treespec import _compat
-from hf_treespec.cache.layers import DENSE, check_cache, layer_kind
+from hf_treespec.cache.layers import DENSE, QUANTIZED, STATIC, check_cache, layer_kind
+from hf_treespec.cache.quantized import QuantizedRecorder, path_limit
 from hf_treespec.cache.replay import Recorder, replay_commit
+from hf_treespec.cache.static import LayerState, capacity, keep_slots, set_static_length
 from hf_treespec.errors import TreeSpecError
 
 __all__ = ["CacheTransaction", "RowCache", "restored_on_error"]
@@ -31,14 +33,13 @@ def restored_on_error(cache: _compat.Cache | None) -> Iterator[None]:
         yield
         return
     layers = list(cache.layers)
-    states = [dict(layer.__dict__) for layer in layers]
+    states = [LayerState(layer) for layer in layers]
     try:
         yield
     except BaseException:
         cache.layers[:] = layers
-        for layer, state in zip(layers, states, strict=True):
-            layer.__dict__.clear()
-            layer.__dict__.update(state)
+        for state in states:
+            state.restore()
         raise
 
 
@@ -57,6 +58,17 @@ class RowCache:
         check_cache(cache)
         self.cache = cache
         self.lengths = list(lengths)
+        self._capacity = capacity(cache.layers)
+
+    @property
+    def room(self) -> int | None:
+        """Slots that are left behind the committed ones, or None if the cache grows."""
+        return None if self._capacity is None else self._capacity - self.physical
+
+    @property
+    def path_limit(self) -> int | None:
+        """Depth that a tree must not exceed, or None."""
+        return path_limit(self.cache.layers)
 
     @property
     def physical(self) -> int:
@@ -104,8 +116,10 @@ class CacheTransaction:
 
     def __init__(self, rows: RowCache) -> None:
         self._rows = rows
-        self._dense: list[tuple[Any, dict[str, Any]]] = []
+        self._dense: list[LayerState] = []
+        self._static: list[LayerState] = []
         self._recorders: list[Recorder] = []
+        self._quantized: list[QuantizedRecorder] = []
         self._lengths: list[int] = []
         self._open = False
 
@@ -113,8 +127,13 @@ class CacheTransaction:
         self._lengths = list(self._rows.lengths)
         # `generate` may hand over a cache whose layers appear at the first update; by now they exist.
         for layer in self._rows.cache.layers:
-            if layer_kind(layer) == DENSE:
-                self._dense.append((layer, dict(layer.__dict__)))
+            kind = layer_kind(layer)
+            if kind == DENSE:
+                self._dense.append(LayerState(layer))
+            elif kind == STATIC:
+                self._static.append(LayerState(layer, self._rows.physical))
+            elif kind == QUANTIZED:
+                self._quantized.append(QuantizedRecorder(layer))
             else:
                 self._recorders.append(Recorder(layer))
         self._open = True
@@ -129,11 +148,12 @@ class CacheTransaction:
 
     def _undo(self) -> None:
         self._rows.lengths = self._lengths
-        for layer, snapshot in self._dense:
-            layer.__dict__.clear()
-            layer.__dict__.update(snapshot)
+        for state in (*self._dense, *self._static):
+            state.restore()
         for recorder in self._recorders:
             recorder.remove()
+        for quantized in self._quantized:
+            quantized.remove()
 
     def commit(self, slots: Sequence[Sequence[int]]) -> None:
         """Keep the accepted tree slots of every row, in order, and drop all others.
@@ -150,13 +170,28 @@ class CacheTransaction:
         self._rows.lengths = [n + len(s) for n, s in zip(self._rows.lengths, slots, strict=True)]
         after, gaps = self._rows.physical, self._rows.gaps
         uniform = gaps == old_gaps
+        if not uniform and (self._static or self._quantized):
+            raise TreeSpecError(f"rows of {type(self._rows.cache).__name__} must all accept equally many nodes")
 
         source_BL = None if uniform else _sources(before, after, old_gaps, gaps, slots)
-        for layer, _ in self._dense:
+        for state in self._dense:
+            layer = state.layer
             if source_BL is None:
-                _move_in_place(layer, before, slots)
+                # The storage was made by the tree's own `update`, so no older reference sees the writes.
+                for name in ("keys", "values"):
+                    storage: Tensor = getattr(layer, name)
+                    keep_slots(storage, before, slots)
+                    setattr(layer, name, storage[:, :, :after])
             else:
                 _gather(layer, layer.keys, layer.values, source_BL, first=0)
+        if self._static:
+            used = int(self._static[0].layer.get_seq_length())
+            for state in self._static:
+                keep_slots(state.layer.keys, before, slots)
+                keep_slots(state.layer.values, before, slots)
+                set_static_length(state.layer, after, used)
+        for quantized in self._quantized:
+            quantized.commit(slots)
         for recorder in self._recorders:
             keys, values = recorder.joined() if recorder.keys else (None, None)
             stored, first = recorder.stored, before - recorder.stored
@@ -176,26 +211,6 @@ class CacheTransaction:
             layer.cumulative_length = after
         # Only now: an interrupt between two layers must still undo them all.
         self._open = False
-
-
-def _move_in_place(layer: Any, base: int, slots: Sequence[Sequence[int]]) -> None:
-    """Move accepted rows to the front of the tree block: at most M slots a row, never the whole cache.
-
-    The storage was made by the tree's own `update`, so no older reference sees the writes.
-    """
-    count = len(slots[0])
-    end = base + count
-    for name in ("keys", "values"):
-        storage: Tensor = getattr(layer, name)
-        if any(list(row) != list(range(count)) for row in slots):
-            if len({tuple(row) for row in slots}) == 1:
-                index = base + torch.tensor(list(slots[0]), device=storage.device)
-                storage[:, :, base:end] = storage.index_select(2, index)
-            else:
-                index = base + torch.tensor([list(row) for row in slots], device=storage.device)
-                wide = index[:, None, :, None].expand(-1, storage.shape[1], -1, storage.shape[3])
-                storage[:, :, base:end] = storage.gather(2, wide)
-        setattr(layer, name, storage[:, :, :end])
 
 
 def _sources(

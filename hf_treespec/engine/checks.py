@@ -15,9 +15,20 @@ if TYPE_CHECKING:
 
 __all__ = ["check_inputs", "check_settings"]
 
+# The last ones are old names of "static".
+_CACHE_KINDS = (None, "dynamic", "quantized", "static", "sliding_window", "hybrid", "hybrid_chunked")
 
-def check_settings(generation_config: GenerationConfig, *, synced_gpus: bool) -> None:
+
+def check_settings(
+    generation_config: GenerationConfig, *, synced_gpus: bool, attention: str = "auto", own_attention: str = ""
+) -> None:
     """Refuse settings that cannot be right with a tree, before `generate` prepares anything.
+
+    Args:
+        generation_config: of the call.
+        synced_gpus: as passed.
+        attention: of the tree config.
+        own_attention: that of the target.
 
     Raises:
         UnsupportedCallError: naming the argument and what to do.
@@ -29,18 +40,32 @@ def check_settings(generation_config: GenerationConfig, *, synced_gpus: bool) ->
             "synced_gpus=True with tree_config: ranks would run different numbers of forwards and hang; "
             "generate without tree_config under ZeRO-3 or FSDP"
         )
-    kind = generation_config.cache_implementation
-    if kind not in (None, "dynamic"):
+    _check_cache_implementation(generation_config)
+    if (
+        generation_config.return_dict_in_generate
+        and generation_config.output_attentions
+        and own_attention == "eager"
+        and attention not in ("auto", "eager")
+    ):
         raise UnsupportedCallError(
-            f"cache_implementation={kind!r} with tree_config: a tree needs a dynamic cache, whose layers are of class "
-            "DynamicLayer; leave cache_implementation out"
+            f"output_attentions=True with TreeConfig(attention={attention!r}): only eager attention gives its "
+            "weights; leave attention at 'auto', or leave out output_attentions"
         )
-    for name in ("output_attentions", "output_hidden_states"):
-        if getattr(generation_config, name) and generation_config.return_dict_in_generate:
-            raise UnsupportedCallError(
-                f"{name}=True with tree_config: a tree forward has other rows than plain decoding; leave {name} out, "
-                "or generate without tree_config"
-            )
+
+
+def _check_cache_implementation(generation_config: GenerationConfig) -> None:
+    kind = generation_config.cache_implementation
+    if kind in _CACHE_KINDS:
+        return
+    if kind is not None and "offloaded" in kind:
+        raise UnsupportedCallError(
+            f"cache_implementation={kind!r} with tree_config: its layers move between devices during the forward and "
+            "cannot take a tree; leave cache_implementation out, or use 'static'"
+        )
+    raise UnsupportedCallError(
+        f"cache_implementation={kind!r} with tree_config: expected 'dynamic', 'static' or 'quantized'; leave "
+        "cache_implementation out"
+    )
 
 
 def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_treespec import _compat
 from hf_treespec.attention import TreeContext, node_positions, tree_forward_context
 from hf_treespec.cache import RowCache
+from hf_treespec.engine.outputs import KeptStates
 from hf_treespec.tree import TokenTree, layout_trees
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class TargetForward:
         last_positions: `[..., B, 1]`, position id of the last prompt token of every row.
         prompt_mask_BP: int64 `[B, P]` with 0 at prompt padding, or None.
         model_kwargs: the other keyword arguments of the call, passed on as plain decoding passes them.
+        states: gets the outputs of each forward, if the call asks for more than logits.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class TargetForward:
         last_positions: Tensor,
         prompt_mask_BP: Tensor | None,
         model_kwargs: Mapping[str, Any],
+        states: KeptStates | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
@@ -51,6 +54,7 @@ class TargetForward:
         self._prompt_mask = prompt_mask_BP
         self._kwargs = {k: v for k, v in model_kwargs.items() if k not in _OWN_KWARGS}
         self._cache_kwarg = _compat.cache_kwarg(model)
+        self._states = states
 
     def __call__(self, trees: Sequence[TokenTree], ahead: Sequence[int]) -> Tensor:
         """Logits `[B, N, V]` of all nodes.
@@ -72,17 +76,20 @@ class TargetForward:
                 slot_depths_BM=layout.depths_BN,
                 visible_BQM=layout.ancestors_BNN(),
             )
-        inputs = _compat.prepare_inputs(
-            self._model,
-            layout.tokens_BN,
-            attention_mask=self._cache.mask(nodes, self._prompt_mask, device),
-            position_ids=positions,
-            **{self._cache_kwarg: self._cache.cache},
-            **self._token_kinds(nodes),
-            **({"logits_to_keep": 0} if _compat.supports_logits_to_keep(self._model) else {}),
-        )
+        # With a static cache the inputs come with their masks.
         with tree_forward_context(context):
+            inputs = _compat.prepare_inputs(
+                self._model,
+                layout.tokens_BN,
+                attention_mask=self._cache.mask(nodes, self._prompt_mask, device),
+                position_ids=positions,
+                **{self._cache_kwarg: self._cache.cache},
+                **self._token_kinds(nodes),
+                **({"logits_to_keep": 0} if _compat.supports_logits_to_keep(self._model) else {}),
+            )
             outputs = self._model(**inputs, return_dict=True)
+        if self._states is not None:
+            self._states.see(outputs)
         logits: Tensor = outputs.logits
         return logits
 

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from hf_treespec import _compat
 from hf_treespec.attention import attention_for_trees, learned_position_limit, tree_masks
-from hf_treespec.cache import RowCache, check_cache, restored_on_error
+from hf_treespec.cache import RowCache, check_cache, check_windows, needs_equal_rows, restored_on_error
 from hf_treespec.config import TreeConfig
 from hf_treespec.control import SizePolicy
 from hf_treespec.draft import Draft, ModelDraft, NgramDraft
 from hf_treespec.engine.checks import check_inputs
 from hf_treespec.engine.forward import TargetForward
+from hf_treespec.engine.outputs import KeptStates
 from hf_treespec.engine.prompt import Prompt
 from hf_treespec.engine.round import RoundRunner
 from hf_treespec.engine.state import GrowingText, StopRules
@@ -102,6 +103,8 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
     wants_dict = bool(generation.return_dict_in_generate)
     keep_scores = wants_dict and bool(generation.output_scores)
     keep_logits = wants_dict and bool(generation.output_logits)
+    wanted_states = KeptStates.wanted(generation)
+    passed = _compat.passed_cache(request.model_kwargs)
     rules = StopRules.of(request.stopping_criteria)
     # Rows may run apart only if nothing outside their own text can tell (or ask for whole steps).
     in_step = batch == 1 or not (
@@ -110,9 +113,14 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
         and are_pure(request.logits_processor)
         and request.streamer is None
         # Rows of unequal length leave gaps in the cache; the caller's own must be whole even after an exception.
-        and not _compat.is_user_defined(_compat.passed_cache(request.model_kwargs))
+        and not _compat.is_user_defined(passed)
+        and not needs_equal_rows(passed)
+        # The states of a step are one tensor over all rows.
+        and not wanted_states
     )
     prompt = Prompt.of(request.input_ids, request.model_kwargs, generation)
+    # The last token is never written.
+    check_windows(passed, None if rules.max_length is None else prompt.slots(rules.max_length) - 1)
     stats.prompt_tokens = sum(prompt.real_tokens)
     text = GrowingText(
         request.input_ids,
@@ -125,11 +133,12 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
         keep_scores=keep_scores,
         keep_logits=keep_logits,
     )
-    with restored_on_error(_compat.passed_cache(request.model_kwargs)):
+    with restored_on_error(passed):
         outputs = _compat.prefill(model, request.input_ids, generation, request.model_kwargs)
     cache = check_cache(_compat.cache_from_outputs(outputs))
     device = request.input_ids.device
     last_logits = outputs.logits[:, -1].to(device, copy=True)
+    states = KeptStates(wanted_states, outputs, cache.layers) if wanted_states else None
     del outputs
     vocab = int(last_logits.shape[-1])
     noise = _noise(config, vocab, device, prompt.known_tokens) if generation.do_sample else None
@@ -147,7 +156,7 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
     rows = RowCache(cache, [_compat.cache_length(cache)] * batch)
     runner = RoundRunner(
         text=text,
-        forward=TargetForward(model, rows, prompt.last_positions, prompt.mask_BP, request.model_kwargs),
+        forward=TargetForward(model, rows, prompt.last_positions, prompt.mask_BP, request.model_kwargs, states),
         last_positions=prompt.last_positions.reshape(-1, batch).amax(0).tolist(),
         cache=rows,
         draft=draft,
@@ -158,6 +167,7 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
         in_step=in_step,
         position_limit=learned_position_limit(model, _compat.max_positions(model)),
         batched_choice=device.type != "cpu" and not keep_scores and are_length_free(request.logits_processor),
+        states=states,
     )
     try:
         with _compat.decode_context(model):
@@ -173,7 +183,11 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
     if not wants_dict:
         return sequences
     output: GenerateOutput = _compat.decoder_output(
-        sequences=sequences, scores=text.steps("scores"), logits=text.steps("logits"), cache=cache
+        sequences=sequences,
+        scores=text.steps("scores"),
+        logits=text.steps("logits"),
+        cache=cache,
+        **(states.fields() if states else {}),
     )
     return output
 

@@ -27,15 +27,23 @@ class Prompt:
 
     Args:
         mask_BP: int64 `[B, P]` with 0 at padding, or None if nothing is padded.
+        ids_width: I.
+        physical: P.
         last_positions: `[..., B, 1]`, position id of the last prompt token.
         real_tokens: per row the real tokens among the P.
         known_tokens: per row the real ids of `input_ids` (a passed-in cache may hold more).
     """
 
     mask_BP: Tensor | None
+    ids_width: int
+    physical: int
     last_positions: Tensor
     real_tokens: list[int]
     known_tokens: list[list[int]]
+
+    def slots(self, length: int) -> int:
+        """Cache slots of a text of `length` ids: a passed-in cache may hold more than the ids."""
+        return length + self.physical - self.ids_width
 
     @classmethod
     def of(cls, input_ids: Tensor, model_kwargs: Mapping[str, Any], generation_config: GenerationConfig) -> Prompt:
@@ -80,6 +88,8 @@ class Prompt:
         last = positions[..., -1:]
         return cls(
             mask_BP=None if mask is None else (mask != 0).long(),
+            ids_width=width,
+            physical=physical,
             last_positions=last.expand(*last.shape[:-2], batch, 1),
             real_tokens=real,
             known_tokens=known,

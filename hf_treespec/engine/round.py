@@ -9,6 +9,7 @@ from hf_treespec.cache import RowCache
 from hf_treespec.control import SizePolicy
 from hf_treespec.draft import Draft
 from hf_treespec.engine.forward import TargetForward
+from hf_treespec.engine.outputs import KeptStates
 from hf_treespec.engine.state import GrowingText
 from hf_treespec.stats import TreeStats
 from hf_treespec.tree import TokenTree, TreeLimits
@@ -33,6 +34,7 @@ class RoundRunner:
         last_positions: per row the position id of the last prompt token.
         position_limit: first position that the target cannot read, or None.
         batched_choice: choose at all nodes on the device in one go.
+        states: hidden states and attentions that the call asks for; rows must be in step.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class RoundRunner:
         last_positions: Sequence[int],
         position_limit: int | None,
         batched_choice: bool,
+        states: KeptStates | None = None,
     ) -> None:
         self._text = text
         self._forward = forward
@@ -63,6 +66,7 @@ class RoundRunner:
         self._last_positions = last_positions
         self._position_limit = position_limit
         self._batched_choice = batched_choice
+        self._states = states
 
     def run(self) -> None:
         """One round of all rows that have not ended; in step the ended ones follow with padding."""
@@ -123,15 +127,19 @@ class RoundRunner:
 
     def _row_limits(self, row: int, limits: TreeLimits, *, drafts: bool) -> TreeLimits:
         """What the row has room for: a round emits one token more than its path is deep."""
-        depth = None
+        depth = self._cache.path_limit
         room = self._text.room(row)
         if room is not None:
-            depth = room - 1
+            depth = room - 1 if depth is None else min(depth, room - 1)
         if self._position_limit is not None:
             root = self._last_positions[row] + self._text.new_lengths[row]
             ahead = self._position_limit - 1 - root
             depth = ahead if depth is None else min(depth, ahead)
-        return limits.capped(max_nodes=None if drafts else 0, max_depth=depth)
+        nodes = None if drafts and (self._states is None or self._states.cuttable) else 0
+        if nodes is None and self._cache.room is not None:
+            # A static cache has room for what plain decoding writes: near its end trees shrink to nothing.
+            nodes = self._cache.room - 1
+        return limits.capped(max_nodes=nodes, max_depth=depth)
 
     def _padding(self, row: int, depth: int) -> TokenTree:
         pad = self._text.forced_token(row)
@@ -158,6 +166,8 @@ class RoundRunner:
                 in_step=self._in_step,
                 choices=choices,
             )
+            if self._states is not None:
+                self._states.keep(paths, self._cache)
             verified = time.perf_counter()
             transaction.commit(paths)
         self._draft.commit(paths)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
-from transformers.cache_utils import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicCache
 
 from hf_treespec import (
     TreeConfig,
@@ -77,16 +77,6 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     ),
     "beam_sampling": (call_with(num_beams=3, do_sample=True), UnsupportedCallError, "num_beams=3"),
     "use_cache": (call_with(use_cache=False), UnsupportedCallError, "use_cache=False"),
-    "static": (
-        call_with(cache_implementation="static"),
-        UnsupportedCallError,
-        "cache_implementation=.static.*DynamicLayer",
-    ),
-    "static_object": (
-        lambda: cache_argument(StaticCache(config=stock("llama").config, max_cache_len=64)),
-        UnsupportedCallError,
-        "StaticLayer",
-    ),
     "offloaded": (
         lambda: cache_argument(Offloaded(config=stock("llama").config)),
         UnsupportedCallError,
@@ -98,14 +88,13 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
         "StrangeLayer.*DynamicLayer",
     ),
     "attentions": (
-        call_with(output_attentions=True, return_dict_in_generate=True),
+        call_with(
+            output_attentions=True,
+            return_dict_in_generate=True,
+            tree_config=TreeConfig(attention="sdpa"),
+        ),
         UnsupportedCallError,
-        "output_attentions=True",
-    ),
-    "hidden_states": (
-        call_with(output_hidden_states=True, return_dict_in_generate=True),
-        UnsupportedCallError,
-        "output_hidden_states=True",
+        r"output_attentions=True with TreeConfig\(attention='sdpa'\)",
     ),
     "embeds": (
         lambda: {"inputs_embeds": torch.zeros(1, WIDTH, 32)},
@@ -188,7 +177,7 @@ def test_call_is_refused(name: str) -> None:
     make, error, message = CALLS[name]
     model = treed("llama")
     if name == "attentions":
-        # sdpa would be refused by transformers itself; the answer about eager attention is looked up beforehand.
+        # The answer about eager attention is looked up beforehand.
         model = enable(build("llama", attention="eager"))
     ids, _ = prompt("llama", 1)
     assert_refused(model, ids, make(), error, message)

@@ -6,10 +6,18 @@ from typing import Any
 
 import pytest
 from transformers import LlamaConfig, cache_utils
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, StaticCache
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
-from hf_treespec import UnsupportedCallError
-from hf_treespec.cache import RowCache, check_cache, layer_kind
+from hf_treespec import UnsupportedCallError, _compat
+from hf_treespec.cache import RowCache, check_cache, layer_kind, needs_equal_rows
 
 CONFIG = LlamaConfig(
     vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
@@ -26,22 +34,38 @@ def bare(name: str) -> Any:
     return cls.__new__(cls)
 
 
+TAKEN = (
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "StaticLayer",
+    "StaticSlidingWindowLayer",
+    *(cls.__name__ for cls in (*_compat.FP8_LAYERS, *_compat.GROUPED_LAYERS)),
+)
 KNOWN_LAYERS = sorted(
     name
     for name, cls in vars(cache_utils).items()
     if isinstance(cls, type)
     and (name.endswith("Layer") or name.endswith("LayerMixin"))
-    and name not in ("DynamicLayer", "DynamicSlidingWindowLayer")
+    and name not in TAKEN
     and not getattr(cls, "__abstractmethods__", None)
 )
 
 
-def test_two_classes_take_a_tree() -> None:
-    both = [DynamicLayer(), DynamicSlidingWindowLayer(4)]
-    assert [layer_kind(layer) for layer in both] == ["dense", "sliding"]
-    for cache in (Cache(layers=both), DynamicCache(), DynamicCache(config=CONFIG)):
+def test_classes_that_take_a_tree() -> None:
+    static = [StaticLayer(8), StaticSlidingWindowLayer(8, 4)]
+    layers = [DynamicLayer(), DynamicSlidingWindowLayer(4), *static, *(cls() for cls in _compat.FP8_LAYERS)]
+    kinds = ["dense", "sliding", "static", "static", *["quantized" for _ in _compat.FP8_LAYERS]]
+    assert [layer_kind(layer) for layer in layers] == kinds
+    for cache in (Cache(layers=layers), DynamicCache(), DynamicCache(config=CONFIG)):
         check_cache(cache)
         RowCache(cache, [0])
+
+
+@pytest.mark.parametrize("layer", [StaticLayer(8), *(cls() for cls in _compat.FP8_LAYERS)], ids=repr)
+def test_caches_without_gaps_need_equal_rows(layer: Any) -> None:
+    assert needs_equal_rows(Cache(layers=[DynamicLayer(), layer]))
+    assert not needs_equal_rows(Cache(layers=[DynamicLayer(), DynamicSlidingWindowLayer(4)]))
+    assert not needs_equal_rows(DynamicCache()) and not needs_equal_rows(None)
 
 
 def test_a_window_of_one_token_is_refused() -> None:
@@ -60,10 +84,7 @@ def test_every_other_class_of_transformers_is_refused_by_name(name: str) -> None
 
 def test_the_list_above_holds_the_classes_that_matter() -> None:
     assert {
-        "StaticLayer",
-        "StaticSlidingWindowLayer",
-        "QuantoQuantizedLayer",
-        "HQQQuantizedLayer",
+        "StaticIndexedLayer",
         "LinearAttentionLayer",
         "LinearAttentionAndFullAttentionLayer",
         "DynamicIndexedLayer",
@@ -73,7 +94,9 @@ def test_the_list_above_holds_the_classes_that_matter() -> None:
 @pytest.mark.parametrize(
     ("cache", "message"),
     [
-        (StaticCache(config=CONFIG, max_cache_len=16), "class StaticLayer cannot take a tree"),
+        (StaticCache(config=CONFIG, max_cache_len=16, offloading=True), "an offloaded cache"),
+        (Cache(layer_class_to_replicate=OwnLayer), "class OwnLayer cannot take a tree"),
+        (Cache(layer_class_to_replicate=DynamicSlidingWindowLayer), "class DynamicSlidingWindowLayer cannot"),
         (Cache(layers=[OwnLayer(), OwnLayer()]), "class OwnLayer cannot"),
         (DynamicCache(config=CONFIG, offloading=True), "an offloaded cache"),
         (((None, None),), "cache of type tuple: expected a transformers Cache"),
