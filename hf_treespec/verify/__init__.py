@@ -1,7 +1,17 @@
 """Choosing tokens as the target alone would: noise, processors, the walk."""
 
+from hf_treespec.verify.guidance import NodeGuidance
 from hf_treespec.verify.noise import GumbelNoise
 from hf_treespec.verify.processors import NodeScorer, are_length_free, are_pure
 from hf_treespec.verify.walk import Decider, TextState, walk_trees
 
-__all__ = ["Decider", "GumbelNoise", "NodeScorer", "TextState", "are_length_free", "are_pure", "walk_trees"]
+__all__ = [
+    "Decider",
+    "GumbelNoise",
+    "NodeGuidance",
+    "NodeScorer",
+    "TextState",
+    "are_length_free",
+    "are_pure",
+    "walk_trees",
+]
