@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers import cache_utils as _caches
@@ -47,6 +48,7 @@ __all__ = [
     "EosTokenCriteria",
     "GenerationMixin",
     "GenerationMode",
+    "GuidanceProcessor",
     "MaxLengthCriteria",
     "MaxTimeCriteria",
     "StaticLayer",
@@ -57,6 +59,7 @@ __all__ = [
     "cache_from_outputs",
     "cache_kwarg",
     "cache_length",
+    "chunks_behind_a_cache",
     "decode_context",
     "decoder_output",
     "dequantized",
@@ -86,12 +89,14 @@ __all__ = [
     "supports_dynamic_cache",
     "supports_logits_to_keep",
     "switch_attention",
+    "text_part",
     "through_quantization",
     "vocabulary_size",
     "warn_once",
 ]
 
 MASK_IMPLEMENTATIONS = ("sdpa", "eager")
+GuidanceProcessor = _lp.UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 
 # --- attention and masks -------------------------------------------------------------------------------------------
@@ -277,6 +282,11 @@ def supports_logits_to_keep(model: Any) -> bool:
     return bool(model._supports_logits_to_keep())
 
 
+def chunks_behind_a_cache() -> bool:
+    """Whether a prefill in chunks goes on behind a passed-in cache: before 5.24 it began again at position 0."""
+    return tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 24)
+
+
 def prefill(model: Any, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> Any:
     """The prefill of plain decoding: chunking, passed-in caches and multimodal inputs included."""
     return model._prefill(input_ids, generation_config, model_kwargs)
@@ -346,6 +356,13 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 def max_positions(model: PreTrainedModel) -> int | None:
     """`max_position_embeddings` of the text part, if its config has one."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def text_part(model: nn.Module) -> nn.Module:
+    """The decoder inside a model of several senses; any other module itself."""
+    if not isinstance(model, PreTrainedModel) or model.config.get_text_config(decoder=True) is model.config:
+        return model
+    return model.get_decoder()
 
 
 def embedding_rows(model: PreTrainedModel) -> int:

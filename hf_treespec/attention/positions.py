@@ -6,6 +6,8 @@ import re
 
 from torch import Tensor, nn
 
+from hf_treespec import _compat
+
 __all__ = ["learned_position_limit", "node_positions"]
 
 _POSITION_TABLE = re.compile(r"(^|\.)(wpe|[a-z_]*position[a-z_]*)$")
@@ -29,12 +31,12 @@ def learned_position_limit(model: nn.Module, max_positions: int | None) -> int |
     """First position that the model's learned position table cannot hold; None for a model without such a table.
 
     Args:
-        model: the model, searched for the table by name; rotary models have none.
+        model: the model, whose text part is searched for the table by name; rotary models have none.
         max_positions: `max_position_embeddings` of its config, if it has one.
     """
     rows = [
         module.num_embeddings
-        for name, module in model.named_modules()
+        for name, module in _compat.text_part(model).named_modules()
         if isinstance(module, nn.Embedding) and _POSITION_TABLE.search(name)
     ]
     if not rows:

@@ -74,10 +74,8 @@ def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
     Raises:
         UnsupportedCallError: naming the argument and what to do.
     """
-    if model_kwargs.get("inputs_embeds") is not None:
-        raise UnsupportedCallError("inputs_embeds with tree_config: drafts need token ids; pass input_ids instead")
     cache = _compat.passed_cache(model_kwargs)
     if cache is not None:
         check_cache(cache)
-    if input_ids.shape[1] == 0:
+    if input_ids.shape[1] == 0 and model_kwargs.get("inputs_embeds") is None:
         raise UnsupportedCallError("input_ids are empty: pass at least one token, for example the bos token")

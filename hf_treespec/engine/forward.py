@@ -96,9 +96,9 @@ class TargetForward:
     def _token_kinds(self, nodes: int) -> dict[str, Any]:
         """The remaining kwargs, with per-token kinds continued as plain decoding continues them."""
         kwargs = dict(self._kwargs)
-        for name in ("token_type_ids", "mm_token_type_ids"):
+        for name in ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"):
             kinds = kwargs.get(name)
             if kinds is not None:
-                last = kinds[:, -1:] if name == "token_type_ids" else torch.zeros_like(kinds[:, -1:])
+                last = torch.zeros_like(kinds[:, -1:]) if name == "mm_token_type_ids" else kinds[:, -1:]
                 kwargs[name] = last.expand(-1, nodes)
         return kwargs

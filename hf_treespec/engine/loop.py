@@ -19,6 +19,7 @@ from hf_treespec.control import SizePolicy
 from hf_treespec.draft import Draft, ModelDraft, NgramDraft
 from hf_treespec.engine.checks import check_inputs
 from hf_treespec.engine.forward import TargetForward
+from hf_treespec.engine.guidance import Guidance
 from hf_treespec.engine.outputs import KeptStates
 from hf_treespec.engine.prompt import Prompt
 from hf_treespec.engine.round import RoundRunner
@@ -106,11 +107,16 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
     wanted_states = KeptStates.wanted(generation)
     passed = _compat.passed_cache(request.model_kwargs)
     rules = StopRules.of(request.stopping_criteria)
+    prompt = Prompt.of(request.input_ids, request.model_kwargs, generation)
+    # The last token is never written.
+    check_windows(passed, None if rules.max_length is None else prompt.slots(rules.max_length) - 1)
+    stats.prompt_tokens = sum(prompt.real_tokens)
+    guidance, processors = Guidance.start(model, request.logits_processor, request.input_ids, prompt.last_positions)
     # Rows may run apart only if nothing outside their own text can tell (or ask for whole steps).
     in_step = batch == 1 or not (
         rules.rowwise
         and (rules.has_eos or not rules.others)
-        and are_pure(request.logits_processor)
+        and are_pure(processors)
         and request.streamer is None
         # Rows of unequal length leave gaps in the cache; the caller's own must be whole even after an exception.
         and not _compat.is_user_defined(passed)
@@ -118,10 +124,6 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
         # The states of a step are one tensor over all rows.
         and not wanted_states
     )
-    prompt = Prompt.of(request.input_ids, request.model_kwargs, generation)
-    # The last token is never written.
-    check_windows(passed, None if rules.max_length is None else prompt.slots(rules.max_length) - 1)
-    stats.prompt_tokens = sum(prompt.real_tokens)
     text = GrowingText(
         request.input_ids,
         real_tokens=prompt.real_tokens,
@@ -145,7 +147,7 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
     if noise is not None:
         for row in text.draft_rows:
             row.noise = _row_noise(noise, row.index)
-    decider = Decider(NodeScorer(request.logits_processor, batch), noise)
+    decider = Decider(NodeScorer(processors, batch), noise)
     draft = _make_draft(request, vocab)
     stats.draft = draft.name
     tokens, scores = decider.choose(text, dict(enumerate(last_logits)))
@@ -154,10 +156,13 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
     stats.prefill_seconds = time.perf_counter() - start
 
     rows = RowCache(cache, [_compat.cache_length(cache)] * batch)
+    last_positions: list[int] = prompt.last_positions.reshape(-1, batch).amax(0).tolist()
+    if guidance is not None:
+        last_positions = [max(pair) for pair in zip(last_positions, guidance.last_positions, strict=True)]
     runner = RoundRunner(
         text=text,
         forward=TargetForward(model, rows, prompt.last_positions, prompt.mask_BP, request.model_kwargs, states),
-        last_positions=prompt.last_positions.reshape(-1, batch).amax(0).tolist(),
+        last_positions=last_positions,
         cache=rows,
         draft=draft,
         policy=SizePolicy(config.limits, fallback=config.fallback, cheap=draft.cheap, in_step=in_step, batch=batch),
@@ -166,8 +171,9 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
         stats=stats,
         in_step=in_step,
         position_limit=learned_position_limit(model, _compat.max_positions(model)),
-        batched_choice=device.type != "cpu" and not keep_scores and are_length_free(request.logits_processor),
         states=states,
+        batched_choice=device.type != "cpu" and not keep_scores and are_length_free(processors),
+        guidance=guidance,
     )
     try:
         with _compat.decode_context(model):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
+
+from torch import Tensor
 
 from hf_treespec.cache import RowCache
 from hf_treespec.control import SizePolicy
 from hf_treespec.draft import Draft
 from hf_treespec.engine.forward import TargetForward
+from hf_treespec.engine.guidance import Guidance
 from hf_treespec.engine.outputs import KeptStates
 from hf_treespec.engine.state import GrowingText
 from hf_treespec.stats import TreeStats
@@ -35,6 +39,7 @@ class RoundRunner:
         position_limit: first position that the target cannot read, or None.
         batched_choice: choose at all nodes on the device in one go.
         states: hidden states and attentions that the call asks for; rows must be in step.
+        guidance: the unconditional stream of the call, or None.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class RoundRunner:
         position_limit: int | None,
         batched_choice: bool,
         states: KeptStates | None = None,
+        guidance: Guidance | None = None,
     ) -> None:
         self._text = text
         self._forward = forward
@@ -67,6 +73,7 @@ class RoundRunner:
         self._position_limit = position_limit
         self._batched_choice = batched_choice
         self._states = states
+        self._guidance = guidance
 
     def run(self) -> None:
         """One round of all rows that have not ended; in step the ended ones follow with padding."""
@@ -149,18 +156,30 @@ class RoundRunner:
     def _score_and_walk(self, trees: Sequence[TokenTree], rows: Sequence[int], stats: TreeStats) -> list[list[int]]:
         # A row that takes no part has only filler in this forward; its next position may not exist.
         ahead = [new if row in rows else max(0, new - 1) for row, new in enumerate(self._text.new_lengths)]
-        with self._cache.transaction() as transaction:
+        guidance = self._guidance
+        with ExitStack() as stack:
+            transaction = stack.enter_context(self._cache.transaction())
+            if guidance is not None:
+                stack.enter_context(guidance.transaction())
             start = time.perf_counter()
             logits = self._forward(trees, ahead)
+            if guidance is not None:
+                guidance.read(trees, ahead)
             walked = time.perf_counter()
             choices = None
             device = self._text.device
             if self._batched_choice and all(self._drafts(row) for row in rows):
                 choices = self._decider.choose_all(self._text, logits, trees)
+
+            def logits_at(row: int, node: int) -> Tensor:
+                if guidance is not None:
+                    guidance.stand(row, node)
+                return logits[row, node].to(device)
+
             paths = walk_trees(
                 self._text,
                 trees,
-                lambda row, node: logits[row, node].to(device),
+                logits_at,
                 self._decider,
                 rows,
                 in_step=self._in_step,
@@ -170,6 +189,8 @@ class RoundRunner:
                 self._states.keep(paths, self._cache)
             verified = time.perf_counter()
             transaction.commit(paths)
+            if guidance is not None:
+                guidance.commit(paths)
         self._draft.commit(paths)
         if self._noise is not None:
             for row in rows:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_treespec import _compat
+from hf_treespec.verify.guidance import NodeGuidance
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessorList
@@ -38,7 +39,8 @@ def are_length_free(processors: Sequence[object]) -> bool:
 
 def are_pure(processors: Sequence[object]) -> bool:
     """Whether every processor is known to be a function of its arguments."""
-    return all(type(processor) in _compat.pure_processors() for processor in processors)
+    pure = _compat.pure_processors() | {NodeGuidance}
+    return all(type(processor) in pure for processor in processors)
 
 
 class NodeScorer:

@@ -97,9 +97,9 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
         r"output_attentions=True with TreeConfig\(attention='sdpa'\)",
     ),
     "embeds": (
-        lambda: {"inputs_embeds": torch.zeros(1, WIDTH, 32)},
+        lambda: {"inputs_embeds": torch.zeros(1, WIDTH + 1, 32)},
         UnsupportedCallError,
-        "inputs_embeds.*input_ids",
+        "attention_mask is 11 wide and inputs_embeds hold 12 tokens",
     ),
     "synced_gpus": (call_with(synced_gpus=True), UnsupportedCallError, "synced_gpus=True"),
     "model_without_assistant": (

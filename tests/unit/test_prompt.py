@@ -89,3 +89,41 @@ def test_given_positions_are_taken_as_they_are() -> None:
     assert one_for_all.tolist() == [[9], [9]]
     planes = torch.stack([flat, flat + 10, flat + 20])
     assert prompt_of(position_ids=planes).last_positions.tolist() == [[[9], [7]], [[19], [17]], [[29], [27]]]
+
+
+def embedded(width: int, mask: list[list[int]] | None = None, *, ids: torch.Tensor | None = None) -> Prompt:
+    kwargs: dict[str, Any] = {"inputs_embeds": torch.zeros(2, width, 4)}
+    if mask is not None:
+        kwargs["attention_mask"] = torch.tensor(mask)
+    return Prompt.of(IDS[:, :0] if ids is None else ids, kwargs, GenerationConfig())
+
+
+def test_embeddings_are_the_prompt_whatever_the_ids() -> None:
+    alone = embedded(4, [[0, 1, 1, 1], [1, 1, 1, 1]])
+    assert alone.real_tokens == [3, 4] and alone.known_tokens == [[], []]
+    assert alone.last_positions.tolist() == [[2], [3]]
+    beside = embedded(5, [[0, 0, 0, 1, 1], [0, 1, 1, 1, 1]], ids=IDS)
+    assert beside.real_tokens == [2, 4] and beside.known_tokens == [[8, 9], [5, 6, 4]]
+    assert embedded(5, ids=IDS).known_tokens == IDS.tolist()
+    # More ids than embeddings: whatever they are, they count as text.
+    assert embedded(2, [[0, 1], [1, 1]], ids=IDS).known_tokens == [[7, 9], [5, 6, 4]]
+
+
+def test_embeddings_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(UnsupportedCallError, match="attention_mask is 3 wide and inputs_embeds hold 4 tokens"):
+        embedded(4, [[1, 1, 1], [0, 1, 1]])
+    for shape in ((1, 3, 4), (2, 0, 4), (2, 3)):
+        with pytest.raises(UnsupportedCallError, match="inputs_embeds has shape .*: expected .2, prompt length"):
+            Prompt.of(IDS, {"inputs_embeds": torch.zeros(shape)}, GenerationConfig())
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 1, 3), (2, 1, 3, 3), (1, 3)])
+def test_masks_that_are_not_of_rows_and_columns_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(UnsupportedCallError, match="attention_mask has shape .*: expected two axes"):
+        Prompt.of(IDS, {"attention_mask": torch.zeros(shape)}, GenerationConfig())
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 3), (3, 4, 3), (2, 0)])
+def test_position_ids_of_other_rows_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(UnsupportedCallError, match="position_ids has shape .*: expected .2, prompt length"):
+        prompt_of(position_ids=torch.zeros(shape, dtype=torch.long))
