@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from calls import BUSHES, Pair, ids_of
 from hf_treespec import TreeConfig
 from sources import MAKERS, Source, drafting
-from tiny import assert_same_text, gumbel_multinomial
+from tiny import assert_same_text, gumbel_multinomial, shown_tokens
 
 
 def text_vocabulary(model: PreTrainedModel) -> int:
@@ -38,10 +38,11 @@ def compare(
     vocab = text_vocabulary(plain_model)
     assistant = call.pop("assistant_model", None)
     call = {"do_sample": False, **call}
-    with gumbel_multinomial(config.seed or 0, real, vocab):
-        expected = plain_model.generate(**call)
     ids = call.get("input_ids")
     width = 0 if ids is None else int(ids.shape[1])
+    shown = [[] for _ in real] if ids is None else shown_tokens(ids.repeat_interleave(len(real) // len(ids), 0), real)
+    with gumbel_multinomial(config.seed or 0, shown, real.sum(-1).tolist(), vocab):
+        expected = plain_model.generate(**call)
     # The source goes by positions, so what it cannot know of the prompt is filled up.
     truth = [
         [0] * int(count) + row[width:].tolist() for count, row in zip(real.sum(-1), ids_of(expected), strict=True)

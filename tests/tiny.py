@@ -154,13 +154,21 @@ def assert_lively(sequences: Tensor, width: int = WIDTH) -> None:
 
 
 @contextmanager
-def gumbel_multinomial(seed: int, ids: Tensor, mask: Tensor, vocab: int) -> Iterator[None]:
+def gumbel_multinomial(
+    seed: int, prompts: Sequence[Sequence[int]], lengths: Sequence[int], vocab: int
+) -> Iterator[None]:
     """Make the sampling loop of transformers draw by the Gumbel-max trick with the noise of `seed`.
 
     Stock sampling then is a reference for coupled sampling that shares nothing with the engine but the noise.
+
+    Args:
+        seed: of the noise.
+        prompts: per row the real ids that the call shows; they key the noise.
+        lengths: per row the real tokens of the prompt, shown or not: the position of the first token that is drawn.
+        vocab: width of the scores.
     """
-    noise = GumbelNoise(seed, vocab, streams=text_streams(real_texts(ids, mask[:, -ids.shape[1] :])))
-    position = mask.sum(-1).tolist()
+    noise = GumbelNoise(seed, vocab, streams=text_streams(prompts))
+    position = list(lengths)
 
     def multinomial(probs: Tensor, num_samples: int = 1, **_: Any) -> Tensor:
         drawn = [int((p.double().log() + noise.at(row, position[row])).argmax()) for row, p in enumerate(probs)]
@@ -172,13 +180,20 @@ def gumbel_multinomial(seed: int, ids: Tensor, mask: Tensor, vocab: int) -> Iter
         yield
 
 
+def shown_tokens(ids: Tensor, mask: Tensor) -> list[list[int]]:
+    """Real ids among those that a call shows, if it shows the end of the text only (or more than has a mask)."""
+    fitting = mask[:, -ids.shape[1] :] if ids.shape[1] else mask[:, :0]
+    beyond = mask.new_ones(len(mask), ids.shape[1] - fitting.shape[1])
+    return real_texts(ids, torch.cat([beyond, fitting], 1))
+
+
 def reference(model: PreTrainedModel, ids: Tensor, mask: Tensor, *, seed: int = 0, **arguments: Any) -> Any:
     """Stock generate(); under `do_sample` with the noise of `seed`."""
     arguments = {"do_sample": False, **arguments}
     if not arguments["do_sample"]:
         return model.generate(ids, attention_mask=mask, **arguments)
     rows, texts = (tensor.repeat_interleave(arguments.get("num_return_sequences", 1), 0) for tensor in (mask, ids))
-    with gumbel_multinomial(seed, texts, rows, int(model.config.vocab_size)):
+    with gumbel_multinomial(seed, shown_tokens(texts, rows), rows.sum(-1).tolist(), int(model.config.vocab_size)):
         return model.generate(ids, attention_mask=mask, **arguments)
 
 

@@ -175,7 +175,7 @@ def test_draft_model_beside_another_cache(batch: int, implementation: str) -> No
             ids, attention_mask=mask, assistant_model=assistant, tree_config=CONFIG, **call
         )
         assert torch.equal(actual, expected)
-        assert treed("llama").treespec_stats.rounds < NEW - 2
+        assert treed("llama").treespec_stats.rounds < NEW - 1
 
 
 def test_eager_attention_over_a_static_cache() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from calls import BUSHES, GREEDY, SAMPLED, ids_of
+from calls import BUSHES, GREEDY, SAMPLED
 from hf_treespec import TreeConfig, UnsupportedCallError, _compat, enable
 from inputs import compare
 from tiny import (
@@ -417,16 +417,13 @@ def test_prefill_in_chunks_behind_a_cache(batch: int, sampling: dict[str, Any]) 
         pytest.skip("plain decoding gets it wrong in this version; see the refusal")
     ids, mask = prompt("llama", batch)
     call = {"attention_mask": mask, "max_new_tokens": NEW, **{**GREEDY, **sampling}}
-    whole = reference(stock("llama"), ids, mask, seed=3, max_new_tokens=NEW, **sampling)
-    made = []
+    plain = {"seed": 3, "max_new_tokens": NEW, **sampling}
     for part in (ids, ids[:, 4:]):
         cache = plain_cache(stock("llama"), ids, mask, 4)
-        made.append(
-            treed("llama").generate(part, tree_config=BUSHES, prefill_chunk_size=3, **cache_argument(cache), **call)
-        )
+        made = treed("llama").generate(part, tree_config=BUSHES, prefill_chunk_size=3, **cache_argument(cache), **call)
         assert _compat.cache_length(cache) == WIDTH + NEW - 1
-    assert torch.equal(made[0], whole)
-    assert torch.equal(ids_of(made[1])[:, WIDTH - 4 :], whole[:, WIDTH:])
+        cache = plain_cache(stock("llama"), ids, mask, 4)
+        assert torch.equal(made, reference(stock("llama"), part, mask, **cache_argument(cache), **plain))
 
 
 def test_prefill_in_chunks_behind_a_cache_where_plain_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
