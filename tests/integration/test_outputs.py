@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_treespec import TreeConfig, UnsupportedCallError, _compat, enable
 from hf_treespec.engine import outputs as kept
 from sources import MAKERS, Source, drafting
-from tiny import FAMILIES, assert_lively, build, prompt, real_texts, reference, stock, treed, vocabulary
+from tiny import FAMILIES, WIDTH, assert_lively, build, prompt, real_texts, reference, stock, treed, vocabulary
 
 SEED = 11
 CONFIG = TreeConfig(max_nodes=16, max_depth=6, max_children=3, seed=SEED, fallback="off")
@@ -28,10 +28,19 @@ EVERYTHING = {
 EAGER = {family: (build(family, attention="eager"), enable(build(family, attention="eager"))) for family in FAMILIES}
 
 
-def both(family: str, batch: int, maker: str, *, models: Any = None, config: TreeConfig = CONFIG, **call: Any) -> Any:
+def both(
+    family: str,
+    batch: int,
+    maker: str,
+    *,
+    models: Any = None,
+    config: TreeConfig = CONFIG,
+    width: int = WIDTH,
+    **call: Any,
+) -> Any:
     """Outputs of plain and of ours for one call, and the source that drafted."""
     plain, ours = models or EAGER[family]
-    ids, mask = prompt(family, batch, seed=5)
+    ids, mask = prompt(family, batch, seed=5, width=width)
     call = {"max_new_tokens": NEW, **EVERYTHING, **call}
     expected = reference(plain, ids, mask, seed=SEED, **call)
     truth = real_texts(expected.sequences, mask)
@@ -68,6 +77,17 @@ def test_every_output_is_plain(family: str, batch: int, maker: str) -> None:
         assert_same_states(getattr(expected, name), getattr(actual, name), tolerance=1e-3)
     if batch == 1 and maker != "random_tree":
         assert max(len(paths[0]) for paths in source.paths) > 3, "no path was long enough to be cut out of a tree"
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+@pytest.mark.parametrize("width", range(2, 7))
+def test_path_that_grows_past_a_window(family: str, width: int) -> None:
+    expected, actual, source = both(family, 1, "chain", width=width, output_hidden_states=False)
+    assert_same_states(expected.attentions, actual.attentions)
+    window = int(EAGER[family][0].config.sliding_window)
+    starts = [width + sum(len(paths[0]) for paths in source.paths[:done]) for done in range(len(source.paths))]
+    ends = [start + len(paths[0]) for start, paths in zip(starts, source.paths, strict=True)]
+    assert any(start < window <= end for start, end in zip(starts, ends, strict=True))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
