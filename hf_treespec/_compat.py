@@ -50,6 +50,7 @@ __all__ = [
     "embedding_rows",
     "end_stream",
     "eos_token_ids",
+    "input_device",
     "is_offloaded",
     "is_stateful",
     "is_user_defined",
@@ -292,6 +293,14 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 def max_positions(model: PreTrainedModel) -> int | None:
     """`max_position_embeddings` of the text part, if its config has one."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def input_device(model: PreTrainedModel, given: torch.device) -> torch.device:
+    """Where the inputs of a forward belong.
+
+    Weights that accelerate offloads lie on the meta device between forwards; its hooks then move the inputs.
+    """
+    return given if model.device.type == "meta" else model.device
 
 
 def embedding_rows(model: PreTrainedModel) -> int:

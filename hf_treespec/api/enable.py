@@ -21,7 +21,8 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 _LOCK = threading.RLock()
 _CLASSES: dict[type, type] = {}
-_INSTALLED: dict[str, Callable[..., Any]] = {}
+# What `GenerationMixin` itself held under each name; None where it inherits.
+_INSTALLED: dict[str, Callable[..., Any] | None] = {}
 
 
 class TreeSpecMixin:
@@ -109,7 +110,7 @@ def install() -> None:
             return
         for name, hook in HOOKS.items():
             original = getattr(_compat.GenerationMixin, name)
-            _INSTALLED[name] = original
+            _INSTALLED[name] = vars(_compat.GenerationMixin).get(name)
             setattr(_compat.GenerationMixin, name, _installed(original, hook))
 
 
@@ -125,5 +126,8 @@ def uninstall() -> None:
     """Undo `install`. Harmless if it was not called."""
     with _LOCK:
         for name, original in _INSTALLED.items():
-            setattr(_compat.GenerationMixin, name, original)
+            if original is None:
+                delattr(_compat.GenerationMixin, name)
+            else:
+                setattr(_compat.GenerationMixin, name, original)
         _INSTALLED.clear()
