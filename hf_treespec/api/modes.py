@@ -77,6 +77,6 @@ def refuse_paged(kwargs: Mapping[str, Any]) -> None:
     """
     if kwargs.get("tree_config") is not None:
         raise UnsupportedCallError(
-            "cache_implementation='paged' (or generate_batch) with tree_config: continuous batching has a decoding loop "
-            "of its own; leave cache_implementation out, or leave tree_config out"
+            "cache_implementation='paged' (or generate_batch) with tree_config: continuous batching has a loop of "
+            "its own; leave cache_implementation out, or leave tree_config out"
         )

@@ -90,11 +90,12 @@ def interrupted(where: str) -> Callable[[Side], Any]:
             return torch.zeros(1, dtype=torch.bool)
 
         model, helper = side.model(), perturbed(stock("llama"), 0.0)
-        hook = (
-            first_block(model).register_forward_pre_hook(lambda *_: (fail(), None)[1]) if where == "forward" else None
-        )
-        more = {} if hook else {"stopping_criteria": StoppingCriteriaList([Asked(fail)])}
-        # A copy made after the hook would bring it along.
+        hook, more = None, {}
+        if where == "forward":
+            # A copy made after the hook would bring it along.
+            hook = first_block(model).register_forward_pre_hook(lambda *_: (fail(), None)[1])
+        else:
+            more = {"stopping_criteria": StoppingCriteriaList([Asked(fail)])}
         try:
             side.generate(helper=helper, max_new_tokens=40, **more, **cache_argument(cache))
         except Stop:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -48,10 +49,8 @@ def stopped_stream(side: Side) -> Any:
             raise KeyError("of the caller")
         return torch.zeros(len(ids), dtype=torch.bool)
 
-    try:
+    with suppress(KeyError):
         side.generate(helper="twin", streamer=streamer, stopping_criteria=StoppingCriteriaList([Asked(rule)]))
-    except KeyError:
-        pass
     return [token for put in streamer.puts for token in (put if put == "end" else torch.tensor(put[1]).flatten())]
 
 

@@ -104,7 +104,12 @@ def seeds(side: Side) -> Any:
 
 def rival(**call: Any) -> Callable[[Side], Any]:
     """A second way of speculating; plain decoding has none."""
-    return lambda side: side.generate(helper="lookup", **({} if side.name == PLAIN else call))
+
+    def run(side: Side) -> Any:
+        # A model of the row's own: an early exit that fails leaves its config changed.
+        return side.generate(model=side.on(build("llama")), helper="lookup", **({} if side.name == PLAIN else call))
+
+    return run
 
 
 def lossy(side: Side) -> Any:
