@@ -39,6 +39,7 @@ __all__ = [
     "GenerationMode",
     "MaxLengthCriteria",
     "MaxTimeCriteria",
+    "PreTrainedModel",
     "StopStringCriteria",
     "accepts_position_ids",
     "attention_implementation",

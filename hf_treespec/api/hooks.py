@@ -84,6 +84,8 @@ def _validate_mode(
     model.__dict__.pop("treespec_stats", None)
     check_settings(generation_config, synced_gpus=bool(mode_kwargs.get("synced_gpus")))
     assistant = unwrap(mode_kwargs.get("assistant_model"))
+    if assistant is not None and not isinstance(assistant, _compat.PreTrainedModel):
+        require_support(assistant, "assistant_model")
     for part in filter(None, (model, assistant)):
         check_attention(part, config.attention)
     require_support(model, "the model")
