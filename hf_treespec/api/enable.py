@@ -82,7 +82,10 @@ def enable(model: ModelT) -> ModelT:
     if isinstance(inner, TreeSpecMixin):
         return model
     require_support(inner, "the model")
-    inner.__class__ = _tree_class(type(inner))
+    with _LOCK:
+        # Another thread may have been here during the probe, and a class must not be wrapped twice.
+        if not isinstance(inner, TreeSpecMixin):
+            inner.__class__ = _tree_class(type(inner))
     return model
 
 
@@ -93,8 +96,9 @@ def disable(model: ModelT) -> ModelT:
         The same object.
     """
     inner = unwrap(model)
-    if isinstance(inner, TreeSpecMixin):
-        inner.__class__ = inner._treespec_base
+    with _LOCK:
+        if isinstance(inner, TreeSpecMixin):
+            inner.__class__ = inner._treespec_base
     if isinstance(inner, PreTrainedModel):
         inner.__dict__.pop("treespec_stats", None)
     return model
