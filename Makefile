@@ -3,7 +3,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-517 real-model demo test test-517 lint format types contracts fast slow slow-part gpu clean
+.PHONY: help setup setup-517 real-model demo test test-compat test-517 contract-table lint format types contracts fast slow slow-part gpu clean
 
 # Two workers fit the smallest machine that this is tested on, and each starts with seconds of imports.
 WORKERS ?= 2
@@ -18,9 +18,10 @@ export HF_HUB_OFFLINE := 1
 help:
 	@echo "make demo        one prompt, plain and with tree speculation, on a real model"
 	@echo "make test        lint, types, contracts and the fast tests (transformers 5.24)"
-	@echo "make test-517    the fast tests on transformers 5.17, the oldest supported one"
+	@echo "make test-compat the fast tests on both ends of the supported range, transformers 5.17 and 5.24"
 	@echo "make fast | lint | format | types | contracts    one part of make test"
 	@echo "make slow        all slow tests;  make slow-part SLOW_PART=K/7  one seventh of them"
+	@echo "make contract-table  write docs/contract.md from the rows that its tests run"
 	@echo "make gpu         the tests that need a CUDA device"
 	@echo "make real-model  convert SmolLM2-135M once (demo and tests do it on their own)"
 	@echo "make clean       remove environments, caches and build folders"
@@ -56,8 +57,13 @@ contracts: setup
 fast: setup
 	.venv/bin/pytest $(FAST) -n $(WORKERS) $(PYTEST_ARGS)
 
+test-compat: fast test-517
+
 test-517: setup-517
 	.venv-517/bin/pytest $(FAST) -n $(WORKERS) $(PYTEST_ARGS)
+
+contract-table: setup
+	PYTHONPATH=tests .venv/bin/python -m conformance.contract
 
 slow: setup
 	.venv/bin/pytest -m "slow and not gpu" $(PYTEST_ARGS)

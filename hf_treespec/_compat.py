@@ -51,6 +51,7 @@ __all__ = [
     "GuidanceProcessor",
     "MaxLengthCriteria",
     "MaxTimeCriteria",
+    "PreTrainedModel",
     "StaticLayer",
     "StaticSlidingWindowLayer",
     "StopStringCriteria",
@@ -67,6 +68,7 @@ __all__ = [
     "end_stream",
     "eos_token_ids",
     "exact_tokens",
+    "input_device",
     "is_offloaded",
     "is_stateful",
     "is_user_defined",
@@ -363,6 +365,14 @@ def text_part(model: nn.Module) -> nn.Module:
     if not isinstance(model, PreTrainedModel) or model.config.get_text_config(decoder=True) is model.config:
         return model
     return model.get_decoder()
+
+
+def input_device(model: PreTrainedModel, given: torch.device) -> torch.device:
+    """Where the inputs of a forward belong.
+
+    Weights that accelerate offloads lie on the meta device between forwards; its hooks then move the inputs.
+    """
+    return given if model.device.type == "meta" else model.device
 
 
 def embedding_rows(model: PreTrainedModel) -> int:

@@ -21,7 +21,8 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 _LOCK = threading.RLock()
 _CLASSES: dict[type, type] = {}
-_INSTALLED: dict[str, Callable[..., Any]] = {}
+# What `GenerationMixin` itself held under each name; None where it inherits.
+_INSTALLED: dict[str, Callable[..., Any] | None] = {}
 
 
 class TreeSpecMixin:
@@ -81,7 +82,10 @@ def enable(model: ModelT) -> ModelT:
     if isinstance(inner, TreeSpecMixin):
         return model
     require_support(inner, "the model")
-    inner.__class__ = _tree_class(type(inner))
+    with _LOCK:
+        # Another thread may have been here during the probe, and a class must not be wrapped twice.
+        if not isinstance(inner, TreeSpecMixin):
+            inner.__class__ = _tree_class(type(inner))
     return model
 
 
@@ -92,8 +96,9 @@ def disable(model: ModelT) -> ModelT:
         The same object.
     """
     inner = unwrap(model)
-    if isinstance(inner, TreeSpecMixin):
-        inner.__class__ = inner._treespec_base
+    with _LOCK:
+        if isinstance(inner, TreeSpecMixin):
+            inner.__class__ = inner._treespec_base
     if isinstance(inner, PreTrainedModel):
         inner.__dict__.pop("treespec_stats", None)
     return model
@@ -109,7 +114,7 @@ def install() -> None:
             return
         for name, hook in HOOKS.items():
             original = getattr(_compat.GenerationMixin, name)
-            _INSTALLED[name] = original
+            _INSTALLED[name] = vars(_compat.GenerationMixin).get(name)
             setattr(_compat.GenerationMixin, name, _installed(original, hook))
 
 
@@ -125,5 +130,8 @@ def uninstall() -> None:
     """Undo `install`. Harmless if it was not called."""
     with _LOCK:
         for name, original in _INSTALLED.items():
-            setattr(_compat.GenerationMixin, name, original)
+            if original is None:
+                delattr(_compat.GenerationMixin, name)
+            else:
+                setattr(_compat.GenerationMixin, name, original)
         _INSTALLED.clear()

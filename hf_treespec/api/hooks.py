@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hf_treespec import _compat
+from hf_treespec.api.modes import refuse_modes, refuse_paged
 from hf_treespec.api.support import require_support, unwrap
 from hf_treespec.attention import check_attention
 from hf_treespec.config import TreeConfig
@@ -52,6 +53,9 @@ def _extract_mode_kwargs(
             )
         if custom_generate is not None:
             raise UnsupportedCallError("custom_generate with tree_config: pass one of the two")
+        # Before transformers asks for `trust_remote_code` to load a mode that takes no tree.
+        own = model.generation_config
+        refuse_modes(lambda name: kwargs.get(name, own.do_sample if name == "do_sample" else None))
     mode_kwargs = original(custom_generate, kwargs, *args, **named)
     if config is not None:
         mode_kwargs["tree_config"] = config
@@ -68,11 +72,10 @@ def _validate_mode(
     config: TreeConfig | None = mode_kwargs.get("tree_config")
     if config is None:
         return original(generation_mode, generation_config, mode_kwargs)
-    if generation_mode not in _MODES:
-        raise UnsupportedCallError(
-            f"tree_config with generation mode {generation_mode.value!r} (num_beams={generation_config.num_beams}): "
-            "trees serve greedy decoding and sampling; use num_beams=1, or leave tree_config out"
-        )
+    refuse_modes(
+        lambda name: getattr(generation_config, name, None),
+        None if generation_mode in _MODES else str(generation_mode.value),
+    )
     for name in _RIVALS:
         value = getattr(generation_config, name, None)
         if value:
@@ -86,6 +89,8 @@ def _validate_mode(
         own_attention=_compat.attention_implementation(model),
     )
     assistant = unwrap(mode_kwargs.get("assistant_model"))
+    if assistant is not None and not isinstance(assistant, _compat.PreTrainedModel):
+        require_support(assistant, "assistant_model")
     for part in filter(None, (model, assistant)):
         check_attention(part, config.attention)
     require_support(model, "the model")
@@ -146,9 +151,17 @@ def _decode(
     return generate_with_tree(model, request, lambda stats: setattr(model, "treespec_stats", stats))
 
 
+def _generate_batch(original: Callable[..., Any], model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    refuse_paged(kwargs)
+    kwargs.pop("tree_config", None)
+    return original(*args, **kwargs)
+
+
 HOOKS: dict[str, Callable[..., Any]] = {
     "_extract_generation_mode_kwargs": _extract_mode_kwargs,
     "_validate_generation_mode": _validate_mode,
     "_assisted_decoding": _decode,
     "_sample": _decode,
+    # Where `generate(cache_implementation="paged")` goes before any other hook.
+    "generate_batch": _generate_batch,
 }

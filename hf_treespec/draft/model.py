@@ -124,7 +124,7 @@ class ModelDraft:
         self, ids: Tensor, positions: Tensor, rows: RowCache, mask: Tensor | None, *, logits_to_keep: int = 0
     ) -> Tensor:
         """One timed forward of the draft; logits `[B, Q or logits_to_keep, V]`."""
-        device = self.model.device
+        device = _compat.input_device(self.model, ids.device)
         start = time.perf_counter()
         logits = _compat.model_forward(
             self.model,

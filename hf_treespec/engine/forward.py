@@ -50,7 +50,7 @@ class TargetForward:
         self._model = model
         self._cache = cache
         # Inputs may lie on the host while the model does not.
-        self._last_positions = last_positions.to(model.device)
+        self._last_positions = last_positions.to(_compat.input_device(model, last_positions.device))
         self._prompt_mask = prompt_mask_BP
         self._kwargs = {k: v for k, v in model_kwargs.items() if k not in _OWN_KWARGS}
         self._cache_kwarg = _compat.cache_kwarg(model)

@@ -80,7 +80,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "expected a TreeConfig; for a dict use TreeConfig.from_dict",
     ),
     "custom": ({"custom_generate": lambda model, **_: None}, UnsupportedCallError, "custom_generate with tree_config"),
-    "beams": ({"num_beams": 3}, UnsupportedCallError, r"generation mode 'beam_search' \(num_beams=3\)"),
+    "beams": ({"num_beams": 3}, UnsupportedCallError, "num_beams=3 with tree_config: .*use num_beams=1"),
     "lookup": ({"prompt_lookup_num_tokens": 3}, UnsupportedCallError, "prompt_lookup_num_tokens=3 with tree_config"),
     "no draft": ({"tree_config": TreeConfig(draft="model")}, UnsupportedCallError, "without assistant_model"),
     "two drafts": (

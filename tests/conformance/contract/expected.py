@@ -1,0 +1,52 @@
+"""What is expected of hf_treespec row by row: as plain decoding, but for these."""
+
+from __future__ import annotations
+
+# Rows on their way. Each becomes "equal" with the part that brings it: delete the line then.
+EXPECTED: dict[str, str] = {
+    "synced_gpus=True in a process group": "refused",
+    "TreeConfig(on_stateful_processor='snapshot')": "refused",
+    "num_assistant_tokens in the call": "ignored",
+    "output_attentions, eager": "refused",
+    "output_hidden_states": "refused",
+    "inputs_embeds alone": "refused",
+    "inputs_embeds alone, prompt lookup": "refused",
+    "inputs_embeds and input_ids": "refused",
+    "encoder-decoder: T5": "refused",
+    "encoder-decoder: BART": "refused",
+    "encoder-decoder: Whisper": "refused",
+    "an assistant of another tokenizer": "refused",
+    "cache_implementation='static'": "refused",
+    "a StaticCache passed in": "refused",
+    "cache_implementation='quantized'": "refused",
+    "EncoderDecoderCache (T5)": "refused",
+}
+
+# Rows that stay refused although plain decoding serves them, and why.
+OUT_OF_SCOPE: dict[str, str] = {
+    "num_beams=3": "beams keep several sequences a row",
+    "num_beams=3, do_sample=True": "beams keep several sequences a row",
+    "cache_implementation='paged'": "continuous batching has a loop of its own",
+    "custom_generate=callable": "the callable is the decoding loop",
+    "a recurrent model (Mamba)": "its state cannot drop rejected nodes",
+    "a class with a decoding loop of its own": "the tree would bypass that loop",
+    "prompt_lookup_num_tokens beside it": "one speculation at a time",
+    "assistant_early_exit beside it": "one speculation at a time",
+    "use_mtp beside it": "one speculation at a time",
+    "assistant_ensemble_weight, which changes the law": "lossy by design",
+    "alibi (Bloom)": "alibi is built from a 2D mask",
+    "use_cache=False": "a tree needs the cache",
+    "cache_implementation='static', sliding windows": "a static window overwrites what a rejected node needs",
+    "cache_implementation='offloaded'": "layers move during the forward",
+    "convolution layers beside attention (LFM2)": "their state cannot drop rejected nodes",
+}
+
+# Items of the contract that need what this machine lacks, or that have no observable of their own.
+NOT_RUN: dict[str, str] = {
+    "FlashAttention and flex attention": "need a CUDA device; a tree is refused or switched by TreeConfig(attention=)",
+    "inputs, target and draft on different devices": "need a second device",
+    "offloaded caches": "need an accelerator",
+    "MPS DeferredStopCheck": "needs an MPS device",
+    "ZeRO-3 and FSDP": "need several processes",
+    "compilation of static caches": "automatic on CUDA only",
+}
