@@ -61,6 +61,7 @@ __all__ = [
     "cache_kwarg",
     "cache_length",
     "chunks_behind_a_cache",
+    "cross_attention_layers",
     "decode_context",
     "decoder_output",
     "dequantized",
@@ -245,6 +246,11 @@ def overrides_sampling(model: PreTrainedModel) -> bool:
 def is_stateful(model: Any) -> bool:
     """Whether the model's state is recurrent."""
     return bool(model._is_stateful)
+
+
+def cross_attention_layers(model: PreTrainedModel) -> list[int]:
+    """Layers of a decoder that read another sense, and keep its states, of a length of their own, in the cache."""
+    return list(getattr(model.config.get_text_config(), "cross_attention_layers", None) or [])
 
 
 def is_user_defined(cache: Cache) -> bool:

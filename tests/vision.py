@@ -16,6 +16,10 @@ from transformers import (
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    MllamaConfig,
+    MllamaForConditionalGeneration,
+    PaliGemmaConfig,
+    PaliGemmaForConditionalGeneration,
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -72,6 +76,28 @@ def _gemma3() -> PreTrainedModel:
     return Gemma3ForConditionalGeneration(config)
 
 
+def _paligemma() -> PreTrainedModel:
+    # Reads its prompt in both directions, and counts positions from 1.
+    config = PaliGemmaConfig(
+        vision_config={**_TOWER, "model_type": "siglip_vision_model", "projection_dim": 32},
+        text_config={**_TEXT, "model_type": "gemma"},
+        image_token_index=PICTURE,
+        projection_dim=32,
+        tie_word_embeddings=False,
+    )
+    return PaliGemmaForConditionalGeneration(config)
+
+
+def build_cross_reader() -> PreTrainedModel:
+    """Its second layer attends to the picture instead of the text."""
+    tower = {
+        **_TOWER, "num_global_layers": 1, "attention_heads": 2, "vision_output_dim": 32,
+        "intermediate_layers_indices": [0],
+    }  # fmt: skip
+    config = MllamaConfig(vision_config=tower, text_config={**_TEXT, "cross_attention_layers": [1]})
+    return MllamaForConditionalGeneration(config).eval()
+
+
 def _qwen2_vl() -> PreTrainedModel:
     tower = {**_QWEN_TOWER, "embed_dim": 16, "hidden_size": 32, "temporal_patch_size": 2, "mlp_ratio": 2}
     config = Qwen2VLConfig(vision_config=tower, text_config={**_TEXT, **_PLANES}, **_QWEN_IDS)
@@ -90,6 +116,7 @@ def _qwen2_5_vl() -> PreTrainedModel:
 _MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
     "llava": _llava,
     "gemma3": _gemma3,
+    "paligemma": _paligemma,
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
 }
@@ -139,6 +166,6 @@ def picture_prompt(name: str, batch: int, seed: int = 0) -> dict[str, Tensor]:
     call = {"input_ids": ids, "attention_mask": mask, **pictures(name, batch, seed)}
     if name in PLANES:
         call["mm_token_type_ids"] = kinds.int()
-    if name == "gemma3":
+    if name in ("gemma3", "paligemma"):
         call["token_type_ids"] = kinds
     return call

@@ -42,7 +42,7 @@ def _evaluation(model: torch.nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def probe(model: PreTrainedModel) -> tuple[str | None, bool]:
-    """Compare a tree forward with a plain forward over one of its paths.
+    """Compare a tree forward with plain decoding along one of its paths.
 
     Returns:
         None if they agree, else the reason why the model cannot take a tree; and whether that is final: an exception
@@ -73,23 +73,31 @@ def probe(model: PreTrainedModel) -> tuple[str | None, bool]:
     return None, True
 
 
-def _ids(model: PreTrainedModel, tokens: tuple[int, ...]) -> Tensor:
-    return torch.tensor([tokens], device=model.device)
-
-
 def _tree_logits(model: PreTrainedModel) -> Tensor:
-    prompt = _ids(model, _PROMPT)
-    positions = torch.arange(len(_PROMPT), device=model.device)[None]
     cache = _compat.make_cache(model.config)
-    _compat.model_forward(model, input_ids=prompt, cache=cache, position_ids=positions)
+    _read(model, _PROMPT, cache, first=0)
     rows = RowCache(cache, [len(_PROMPT)])
-    forward = TargetForward(model, rows, positions[:, -1:], None, {"use_cache": True})
+    last = torch.tensor([[len(_PROMPT) - 1]], device=model.device)
+    forward = TargetForward(model, rows, last, None, {"use_cache": True})
     with rows.transaction():
         logits = forward([_TREE], [1])
     return logits[0, -1].double()
 
 
 def _path_logits(model: PreTrainedModel, path: tuple[int, ...]) -> Tensor:
-    ids = _ids(model, _PROMPT + path)
-    positions = torch.arange(ids.shape[1], device=model.device)[None]
-    return _compat.model_forward(model, input_ids=ids, cache=None, position_ids=positions)[0, -1].double()
+    """Token by token, as plain decoding reads it: some models look ahead in what they are given at once."""
+    cache = _compat.make_cache(model.config)
+    _read(model, _PROMPT, cache, first=0)
+    for place, token in enumerate(path, len(_PROMPT)):
+        logits = _read(model, (token,), cache, first=place)
+    return logits[0, -1].double()
+
+
+def _read(model: PreTrainedModel, tokens: tuple[int, ...], cache: _compat.Cache, *, first: int) -> Tensor:
+    """Logits `[1, Q, V]` of a plain forward, by the model's own rules for inputs: some shift their positions."""
+    ids = torch.tensor([tokens], device=model.device)
+    positions = torch.arange(first, first + len(tokens), device=model.device)[None]
+    given = {_compat.cache_kwarg(model): cache, "use_cache": True}
+    inputs = _compat.prepare_inputs(model, ids, attention_mask=None, position_ids=positions, **given)
+    logits: Tensor = model(**inputs, return_dict=True).logits
+    return logits

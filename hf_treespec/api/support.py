@@ -63,7 +63,7 @@ def is_supported(model: Any) -> Support:
     """Whether `model` can take a tree in one forward.
 
     The static part reads class, config and cache layers. Then a probe compares one small tree with its paths, in
-    four tiny forwards; the answer is kept per class, config, dtype, device type and attention.
+    ten tiny forwards; the answer is kept per class, config, dtype, device type and attention.
 
     Args:
         model: a causal LM or a wrapper of one. It is not changed.
@@ -129,6 +129,8 @@ def _static_reason(model: PreTrainedModel) -> str | None:
         return "its state is recurrent and cannot drop rejected nodes"
     if _compat.overrides_sampling(model):
         return "its class brings a decoding loop of its own"
+    if cross := _compat.cross_attention_layers(model):
+        return f"its layers {cross} keep states of another sense in the cache, which are no part of the text"
     if not _compat.supports_dynamic_cache(model):
         return "it does not use a DynamicCache"
     if not _compat.accepts_position_ids(model):

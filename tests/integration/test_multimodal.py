@@ -17,7 +17,7 @@ from calls import BUSHES, GREEDY, SAMPLED
 from hf_treespec import Support, TreeConfig, _compat, disable, enable, is_supported
 from inputs import compare
 from tiny import assert_lively, assert_same_cache, cache_argument, draft, fingerprint
-from vision import PICTURE, PLANES, READERS, build_reader, picture_prompt, pictures, readers
+from vision import PICTURE, PLANES, READERS, build_cross_reader, build_reader, picture_prompt, pictures, readers
 
 names = pytest.mark.parametrize("name", READERS)
 batches = pytest.mark.parametrize("batch", [1, 3])
@@ -34,6 +34,12 @@ def test_the_probe_finds_the_language_model_inside(name: str) -> None:
     assert is_supported(model) == Support(True, "mask", "a probe tree equals its paths")
     assert fingerprint(model) == before
     assert type(disable(enable(model))) is type(build_reader(name))
+
+
+def test_a_cache_with_states_of_the_picture_is_refused() -> None:
+    """Their length is that of the picture, so no path of the text can be kept by it."""
+    support = is_supported(build_cross_reader())
+    assert not support.ok and "layers [1] keep states of another sense" in support.reason
 
 
 @names
