@@ -35,36 +35,27 @@ def padded(row: Tensor, width: int, pad: int) -> Tensor:
 
 
 @families
+@samplings
 @pytest.mark.parametrize("eos", [None, ENDS], ids=["no_eos", "eos"])
-def test_greedy_row_is_what_it_is_alone(family: str, eos: Any) -> None:
+def test_row_is_what_it_is_alone(family: str, sampling: dict[str, Any], eos: Any) -> None:
     ids, mask = prompt(family, 3)
-    together = tree(family, ids, mask, eos_token_id=eos)
+    together = tree(family, ids, mask, eos_token_id=eos, **sampling)
     for row in range(3):
-        alone = tree(family, ids[row : row + 1], mask[row : row + 1], eos_token_id=eos)[0]
+        alone = tree(family, ids[row : row + 1], mask[row : row + 1], eos_token_id=eos, **sampling)[0]
         assert_same_text(padded(alone, together.shape[1], 0)[None], together[row : row + 1])
         # Without its padding, too: a row is its text, not its place in a rectangle.
         bare = ids[row][mask[row].bool()][None]
-        short = tree(family, bare, torch.ones_like(bare), eos_token_id=eos)[0, bare.shape[1] :]
+        short = tree(family, bare, torch.ones_like(bare), eos_token_id=eos, **sampling)[0, bare.shape[1] :]
         assert_same_text(padded(short, together.shape[1] - WIDTH, 0)[None], together[row : row + 1, WIDTH:], width=0)
 
 
 @families
-def test_greedy_rows_may_change_places(family: str) -> None:
+@samplings
+def test_rows_may_change_places(family: str, sampling: dict[str, Any]) -> None:
     ids, mask = prompt(family, 3)
-    straight = tree(family, ids, mask, eos_token_id=ENDS)
+    straight = tree(family, ids, mask, eos_token_id=ENDS, **sampling)
     order = torch.tensor([2, 0, 1])
-    assert_same_text(straight[order], tree(family, ids[order], mask[order], eos_token_id=ENDS))
-
-
-@families
-def test_sampled_row_is_the_same_whatever_stands_below_it(family: str) -> None:
-    # The noise of a row is keyed by its number, so that equal prompts get texts of their own.
-    ids, mask = prompt(family, 3)
-    together = tree(family, ids, mask, **SAMPLED)
-    for rows in (1, 2):
-        assert_same_text(together[:rows], tree(family, ids[:rows], mask[:rows], **SAMPLED))
-    twins = tree(family, ids[1:2].expand(3, -1), mask[1:2].expand(3, -1), **SAMPLED)
-    assert len({tuple(row) for row in twins.tolist()}) == 3
+    assert_same_text(straight[order], tree(family, ids[order], mask[order], eos_token_id=ENDS, **sampling))
 
 
 # --- padding of ended rows -----------------------------------------------------------------------------------------
