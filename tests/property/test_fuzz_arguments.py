@@ -16,8 +16,8 @@ from torch import Tensor
 from arguments import Example, Kept, assistant, examples
 from cases import FAST, SLOW
 from hf_treespec import TreeConfig, TreeSpecError, _compat, is_supported
-from hf_treespec.verify import GumbelNoise
-from tiny import MARGIN, fingerprint, gumbel_multinomial, prompt, stock, treed, vocabulary
+from hf_treespec.verify import GumbelNoise, text_streams
+from tiny import MARGIN, fingerprint, gumbel_multinomial, prompt, shown_tokens, stock, treed, vocabulary
 
 SEED = 3
 
@@ -62,20 +62,22 @@ class Outcome:
         return self.value if isinstance(self.value, Tensor) else self.value.sequences
 
 
-def rows_of(example: Example, call: dict[str, Any]) -> Tensor:
-    """Mask of the rows as sampling sees them: what the noise of the reference is keyed by."""
+def rows_of(example: Example, call: dict[str, Any]) -> tuple[list[list[int]], list[int]]:
+    """Real ids of the rows as sampling sees them, and how many: what the noise of the reference is keyed by."""
     mask = call.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         mask = prompt(example.family, example.batch)[1]
         if call.get("pad_token_id", 0) != 0:
             mask = torch.ones_like(mask)
     several = call.get("num_return_sequences", 1)
-    return (mask != 0).long().repeat_interleave(several if isinstance(several, int) and several > 0 else 1, 0)
+    several = several if isinstance(several, int) and several > 0 else 1
+    mask, ids = ((mask != 0).long().repeat_interleave(several, 0), example.ids.repeat_interleave(several, 0))
+    return shown_tokens(ids, mask), mask.sum(-1).tolist()
 
 
 def plain(example: Example) -> Outcome:
     call = example.call()
-    with gumbel_multinomial(SEED, rows_of(example, call), vocabulary(example.family)):
+    with gumbel_multinomial(SEED, *rows_of(example, call), vocabulary(example.family)):
         return Outcome(stock(example.family), example.ids, call)
 
 
@@ -92,13 +94,13 @@ def with_tree(example: Example) -> Outcome:
 def close(example: Example, row: int, column: int) -> bool:
     """Whether plain decoding had two tokens to choose from at this place."""
     call = example.call() | {"return_dict_in_generate": True, "output_scores": True}
-    rows = rows_of(example, call)
-    with gumbel_multinomial(SEED, rows, vocabulary(example.family)):
+    texts, lengths = rows_of(example, call)
+    with gumbel_multinomial(SEED, texts, lengths, vocabulary(example.family)):
         out = stock(example.family).generate(example.ids, **call)
     scores = out.scores[column - example.ids.shape[1]][row].double()
     if call.get("do_sample"):
-        position = int(rows[row].sum()) + column - example.ids.shape[1]
-        scores = scores + GumbelNoise(SEED, len(scores)).at(row, position)
+        position = lengths[row] + column - example.ids.shape[1]
+        scores = scores + GumbelNoise(SEED, len(scores), streams=text_streams(texts)).at(row, position)
     best = scores.topk(2).values
     return float(best[0] - best[1]) < MARGIN
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_treespec import TreeConfig, enable
-from tiny import build, gumbel_multinomial, perturbed, prompt, stock, treed
+from tiny import build, gumbel_multinomial, perturbed, prompt, shown_tokens, stock, treed
 
 SEED = 3
 TREE = TreeConfig(max_nodes=12, max_depth=4, max_children=3, fallback="off", seed=SEED)
@@ -142,11 +142,16 @@ class Side:
         if "max_length" not in call and "generation_config" not in call:
             call.setdefault("max_new_tokens", 14)
         with ExitStack() as stack:
-            if call["do_sample"] and self.name == PLAIN and mask is not None and call.get("num_beams", 1) == 1:
-                rows = mask.repeat_interleave(call.get("num_return_sequences", 1), 0)
-                stack.enter_context(gumbel_multinomial(SEED, rows, int(model.config.vocab_size)))
+            if call["do_sample"] and self.name == PLAIN and call.get("num_beams", 1) == 1:
+                stack.enter_context(self._coupled(model, ids, mask, call.get("num_return_sequences", 1)))
             stack.enter_context(self._counting(model))
             return model.generate(**call)
+
+    def _coupled(self, model: Any, ids: Tensor, mask: Tensor, several: int) -> AbstractContextManager[None]:
+        """Plain sampling with the noise of hf_treespec."""
+        rows, texts = mask.repeat_interleave(several, 0), ids.repeat_interleave(several, 0)
+        vocab = int(model.config.vocab_size)
+        return gumbel_multinomial(SEED, shown_tokens(texts, rows), rows.sum(-1).tolist(), vocab)
 
     @contextmanager
     def _counting(self, model: Any) -> Iterator[None]:

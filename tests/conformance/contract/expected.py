@@ -7,18 +7,10 @@ EXPECTED: dict[str, str] = {
     "synced_gpus=True in a process group": "refused",
     "TreeConfig(on_stateful_processor='snapshot')": "refused",
     "num_assistant_tokens in the call": "ignored",
-    "output_attentions, eager": "refused",
-    "output_hidden_states": "refused",
-    "inputs_embeds alone": "refused",
-    "inputs_embeds alone, prompt lookup": "refused",
-    "inputs_embeds and input_ids": "refused",
     "encoder-decoder: T5": "refused",
     "encoder-decoder: BART": "refused",
     "encoder-decoder: Whisper": "refused",
     "an assistant of another tokenizer": "refused",
-    "cache_implementation='static'": "refused",
-    "a StaticCache passed in": "refused",
-    "cache_implementation='quantized'": "refused",
     "EncoderDecoderCache (T5)": "refused",
 }
 
