@@ -17,7 +17,7 @@ from hf_treespec.cache import RowCache, check_cache, check_windows, needs_equal_
 from hf_treespec.config import TreeConfig
 from hf_treespec.control import SizePolicy
 from hf_treespec.draft import Draft, ModelDraft, NgramDraft
-from hf_treespec.engine.checks import check_inputs
+from hf_treespec.engine.checks import check_inputs, check_processors
 from hf_treespec.engine.forward import TargetForward
 from hf_treespec.engine.guidance import Guidance
 from hf_treespec.engine.outputs import KeptStates
@@ -77,6 +77,7 @@ def generate_with_tree(
         UnsupportedCallError: before any forward, for calls that cannot be right with a tree.
     """
     check_inputs(request.input_ids, request.model_kwargs)
+    check_processors(request.logits_processor, request.tree_config.on_stateful_processor)
     stats = TreeStats(batch_size=int(request.input_ids.shape[0]))
     start = time.perf_counter()
     try:
