@@ -69,6 +69,7 @@ __all__ = [
     "eos_token_ids",
     "exact_tokens",
     "input_device",
+    "generation_defaults",
     "is_offloaded",
     "is_stateful",
     "is_user_defined",
@@ -228,6 +229,11 @@ def decoder_output(*, cache: Cache | None, **fields: Any) -> Any:
     make: Any = GenerateDecoderOnlyOutput
     names = inspect.signature(make).parameters
     return make(**fields, **{"cache" if "cache" in names else "past_key_values": cache})
+
+
+def generation_defaults(generation_config: GenerationConfig) -> dict[str, Any]:
+    """What `generate` fills into the fields that nobody set."""
+    return generation_config._get_default_generation_params()
 
 
 def pad_token_id(generation_config: GenerationConfig) -> int | None:

@@ -54,6 +54,8 @@ class ModelDraft:
     ) -> None:
         self.model = model
         self.forward_seconds = 0.0
+        # Per row, the score of each node of the tree last proposed: log probability that it is accepted.
+        self.scores: list[list[float]] = []
         self._growth = growth
         self._vocab = min(vocab_size, _compat.vocabulary_size(model))
         self._readable = _compat.embedding_rows(model)
@@ -67,6 +69,7 @@ class ModelDraft:
         """One tree per row; see `Draft.propose`."""
         self.abandon()
         roots = [row.tokens[-1] for row in rows]
+        self.scores = [[0.0] for _ in rows]
         limits = [self._within_positions(row, limit) for row, limit in zip(rows, limits, strict=True)]
         if not any(limit.max_nodes for limit in limits):
             return [TokenTree.root_only(token) for token in roots]
@@ -81,6 +84,8 @@ class ModelDraft:
             self.abandon()
             raise
         self._pass.kept = [kept for _, kept in grown]
+        for row, builder in enumerate(self._pass.builders):
+            self.scores[row] = [builder.scores[node] for node in self._pass.kept[row]]
         return [tree for tree, _ in grown]
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
@@ -103,7 +108,12 @@ class ModelDraft:
 
     def _prefill(self, rows: Sequence[DraftRow], limits: Sequence[TreeLimits]) -> RowCache:
         """Read everything but the root, as one left-padded batch; rows without a budget may be too long to read."""
-        texts = [row.tokens[:-1] if limit.max_nodes else [] for row, limit in zip(rows, limits, strict=True)]
+        texts = [
+            row.tokens[: -1 if row.settled is None else min(row.settled, len(row.tokens) - 1)]
+            if limit.max_nodes
+            else []
+            for row, limit in zip(rows, limits, strict=True)
+        ]
         cache = RowCache(_compat.make_cache(self.model.config), [0] * len(rows))
         width = max(len(text) for text in texts)
         if not width:

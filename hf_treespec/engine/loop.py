@@ -16,7 +16,7 @@ from hf_treespec.attention import attention_for_trees, learned_position_limit, t
 from hf_treespec.cache import RowCache, check_cache, check_windows, needs_equal_rows, restored_on_error
 from hf_treespec.config import TreeConfig
 from hf_treespec.control import SizePolicy
-from hf_treespec.draft import Draft, ModelDraft, NgramDraft
+from hf_treespec.draft import Draft, ModelDraft, NgramDraft, RetokenizedDraft
 from hf_treespec.engine.checks import check_inputs, check_processors
 from hf_treespec.engine.forward import TargetForward
 from hf_treespec.engine.guidance import Guidance
@@ -28,7 +28,13 @@ from hf_treespec.stats import TreeStats
 from hf_treespec.verify import Decider, GumbelNoise, NodeScorer, are_length_free, are_pure, text_streams
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+    from transformers import (
+        GenerationConfig,
+        LogitsProcessorList,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+        StoppingCriteriaList,
+    )
     from transformers.generation.streamers import BaseStreamer
     from transformers.generation.utils import GenerateOutput
 
@@ -48,6 +54,7 @@ class Request:
         tree_config: how to speculate.
         assistant_model: draft model, if one was passed.
         streamer: already holds the prompt.
+        tokenizers: those of target and draft, if they differ.
     """
 
     input_ids: Tensor
@@ -58,6 +65,7 @@ class Request:
     tree_config: TreeConfig
     assistant_model: PreTrainedModel | None = None
     streamer: BaseStreamer | None = None
+    tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None
 
 
 def generate_with_tree(
@@ -214,9 +222,12 @@ def _make_draft(request: Request, vocab: int) -> Draft:
     assistant = request.assistant_model
     if config.draft == "ngram" or assistant is None:
         return NgramDraft(growth=config.growth)
+    if request.tokenizers is not None:
+        own = ModelDraft(assistant, growth=config.growth, vocab_size=_compat.vocabulary_size(assistant))
+        return RetokenizedDraft(own, *request.tokenizers, vocab_size=vocab)
     processors = None
     if request.generation_config.do_sample:
         # The draft's law is shaped by the processors that need no prefix; the others only cost acceptance.
-        own = [p for p in request.logits_processor if are_length_free([p])]
-        processors = type(request.logits_processor)(own)
+        shaping = [p for p in request.logits_processor if are_length_free([p])]
+        processors = type(request.logits_processor)(shaping)
     return ModelDraft(assistant, growth=config.growth, vocab_size=vocab, processors=processors)
