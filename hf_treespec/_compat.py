@@ -70,6 +70,7 @@ __all__ = [
     "exact_tokens",
     "input_device",
     "generation_defaults",
+    "has_process_group",
     "is_offloaded",
     "is_stateful",
     "is_user_defined",
@@ -384,7 +385,13 @@ def input_device(model: PreTrainedModel, given: torch.device) -> torch.device:
 def embedding_rows(model: PreTrainedModel) -> int:
     """Token ids that the model can read."""
     table: Any = model.get_input_embeddings()
-    return int(table.weight.shape[0])
+    # DeepSpeed ZeRO-3 leaves a parameter empty between forwards and keeps its shape beside it.
+    return int(getattr(table.weight, "ds_shape", table.weight.shape)[0])
+
+
+def has_process_group() -> bool:
+    """Whether torch.distributed is ready for collectives."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _classes(*names: str) -> frozenset[type]:

@@ -13,7 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 
 TEXT = (
     "the river bends where the old mill stands, and the miller's daughter counts the boats that pass. "
-    "seven boats came down before noon; one was red, two were green. caf\u00e9 \u65e5\u672c\u8a9e na\u00efve \U0001f600 r\u00e9sum\u00e9! "
+    "seven boats came down before noon; one was red, two were green. "
+    "caf\u00e9 \u65e5\u672c\u8a9e na\u00efve \U0001f600 r\u00e9sum\u00e9! "
     "then the wind turned, and nobody came. she closed the book and went home along the water.\n"
 )
 _SPECIALS = ["<pad>", "<s>", "</s>"]

@@ -13,7 +13,7 @@ from hf_treespec.errors import UnsupportedCallError
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["check_draft", "differing_tokenizers", "with_assistant_settings"]
+__all__ = ["check_draft", "check_prompt_learning", "differing_tokenizers", "with_assistant_settings"]
 
 # Settings of stock assisted decoding that a tree has no use for, the value that asks for nothing, and what rules here.
 _GOVERNED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -46,6 +46,12 @@ def check_draft(
     if assistant is None:
         return
     require_support(assistant, "assistant_model")
+    kind = _prompt_learning(mode_kwargs.get("assistant_model"))
+    if kind is not None:
+        _compat.warn_once(
+            f"assistant_model is a PEFT model of type {kind}: it drafts without its virtual tokens. The text is right "
+            "all the same"
+        )
     sizes = _compat.vocabulary_size(model), _compat.vocabulary_size(assistant)
     both = mode_kwargs.get("tokenizer") is not None and mode_kwargs.get("assistant_tokenizer") is not None
     if sizes[0] != sizes[1] and not both:
@@ -54,6 +60,31 @@ def check_draft(
             "on the common ones. The text is right either way, but a draft with another tokenizer is of no use so. "
             "Pass tokenizer and assistant_tokenizer to have its tokens translated where they differ"
         )
+
+
+def check_prompt_learning(model: PreTrainedModel) -> None:
+    """Refuse a call that comes through a PEFT model with virtual tokens, which no tree forward would see right.
+
+    Raises:
+        UnsupportedCallError: naming the type of adapter.
+    """
+    # PEFT puts its own preparation on the base model for the length of such a call.
+    prepare = vars(model).get("prepare_inputs_for_generation")
+    kind = _prompt_learning(getattr(prepare, "__self__", None))
+    if kind is not None:
+        raise UnsupportedCallError(
+            f"tree_config with a PEFT model of type {kind}: its virtual tokens lie in the cache in front of the text, "
+            "where a tree does not reckon with them; use an adapter without virtual tokens, such as LoRA, or generate "
+            "without tree_config"
+        )
+
+
+def _prompt_learning(model: Any) -> str | None:
+    """The type of a PEFT model with virtual tokens (prompt, prefix and P-tuning), or None."""
+    config = getattr(model, "active_peft_config", None)
+    if config is None or not config.is_prompt_learning:
+        return None
+    return str(getattr(config.peft_type, "value", config.peft_type))
 
 
 def differing_tokenizers(

@@ -10,8 +10,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hf_treespec import _compat
+from hf_treespec.api.assistants import (
+    check_draft,
+    check_prompt_learning,
+    differing_tokenizers,
+    with_assistant_settings,
+)
 from hf_treespec.api.modes import refuse_modes, refuse_paged
-from hf_treespec.api.assistants import check_draft, differing_tokenizers, with_assistant_settings
+from hf_treespec.api.outliers import has_shared_outliers
 from hf_treespec.api.support import require_support, unwrap
 from hf_treespec.attention import check_attention
 from hf_treespec.config import TreeConfig
@@ -80,7 +86,10 @@ def _validate_mode(
     for name in _RIVALS:
         value = getattr(generation_config, name, None)
         if value:
-            raise UnsupportedCallError(f"{name}={value!r} with tree_config: pass one of the two")
+            raise UnsupportedCallError(
+                f"{name}={value!r} with tree_config: both say how to speculate; leave {name} out (trees from an "
+                "assistant_model or n-grams of the text take its place), or leave tree_config out"
+            )
     # Nothing of an earlier call may pass for the statistics of this one, should it be refused.
     model.__dict__.pop("treespec_stats", None)
     check_settings(
@@ -95,8 +104,15 @@ def _validate_mode(
     mode_kwargs["tree_config"] = with_assistant_settings(config, generation_config, assistant)
     for part in filter(None, (model, assistant)):
         check_attention(part, config.attention)
+    check_prompt_learning(model)
     require_support(model, "the model")
     check_draft(model, config, assistant, mode_kwargs)
+    if has_shared_outliers(model):
+        _compat.warn_once(
+            f"{type(model).__name__} has 8-bit layers with llm_int8_threshold > 0: tokens of one forward change each "
+            "other's logits, so that the text may differ from plain decoding's where two tokens are close. Load it "
+            "with BitsAndBytesConfig(llm_int8_threshold=0.0), or in 4 bits, for the same text"
+        )
     plain = _compat.GenerationMode.SAMPLE if generation_config.do_sample else _compat.GenerationMode.GREEDY_SEARCH
     rest = {k: v for k, v in mode_kwargs.items() if k not in ("tree_config", "assistant_model", "assistant_tokenizer")}
     return original(plain, generation_config, rest)
@@ -113,8 +129,7 @@ def _decode(
     if tree_config is None:
         return original(input_ids, *args, **kwargs)
     tokenizers = differing_tokenizers(kwargs.pop("tokenizer", None), kwargs.pop("assistant_tokenizer", None))
-    for name in ("inputs_tensor", "synced_gpus"):
-        kwargs.pop(name, None)
+    kwargs.pop("inputs_tensor", None)
     request = Request(
         input_ids=input_ids,
         logits_processor=kwargs.pop("logits_processor"),
@@ -124,6 +139,7 @@ def _decode(
         assistant_model=unwrap(kwargs.pop("assistant_model", None)),
         streamer=kwargs.pop("streamer", None),
         tokenizers=tokenizers,
+        synced_gpus=bool(kwargs.pop("synced_gpus", False)),
         model_kwargs=kwargs,
     )
     return generate_with_tree(model, request, lambda stats: setattr(model, "treespec_stats", stats))

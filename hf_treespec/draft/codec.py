@@ -1,4 +1,4 @@
-"""Between tokens and text: what a tokenizer does in the middle of a text, and which special tokens two of them share."""
+"""Between tokens and text: what a tokenizer does in mid-text, and which special tokens two of them share."""
 
 from __future__ import annotations
 

@@ -39,6 +39,7 @@ class ModelDraft:
         vocab_size: ids that the target knows; the draft proposes no others.
         processors: processors to shape the draft's law like the target's. Only those that look at logits alone may be
             given. They change how much is accepted, never the text.
+        device: where the processors' tensors lie, if the draft may lie elsewhere.
     """
 
     name = "model"
@@ -51,6 +52,7 @@ class ModelDraft:
         growth: str,
         vocab_size: int,
         processors: LogitsProcessorList | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.model = model
         self.forward_seconds = 0.0
@@ -60,6 +62,7 @@ class ModelDraft:
         self._vocab = min(vocab_size, _compat.vocabulary_size(model))
         self._readable = _compat.embedding_rows(model)
         self._processors = processors
+        self._device = device
         self._position_limit = learned_position_limit(model, _compat.max_positions(model))
         self._rows: RowCache | None = None
         self._open: ExitStack | None = None
@@ -167,10 +170,11 @@ class ModelDraft:
         """
         scores = logits_RV.to(torch.float32, copy=True)
         if self._processors:
+            scores = scores.to(self._device)
             ids = torch.zeros((scores.shape[0], 1), dtype=torch.long, device=scores.device)
             scores = _compat.process_logits(self._processors, ids, scores)
         if any(n is not None for n in noise):
-            rows = [torch.zeros(scores.shape[1]) if n is None else n[: scores.shape[1]].to(scores) for n in noise]
+            rows = [scores.new_zeros(scores.shape[1]) if n is None else n[: scores.shape[1]].to(scores) for n in noise]
             scores = scores + torch.stack(rows)
         count = min(count, scores.shape[1])
         top, tokens = scores.topk(count, dim=-1)

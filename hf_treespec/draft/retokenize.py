@@ -1,9 +1,9 @@
 """Trees from a draft model of another tokenizer.
 
-The committed text is kept in the draft's tokens too (`Mirror`). The draft grows a tree in its own tokens behind it; each
-path is decoded, encoded by the target's tokenizer where it follows the target's last tokens, and the paths that come
-out are merged into one tree of target tokens. The target chooses its tokens as ever, so the text is its own whatever
-the mapping does; a poor mapping only costs acceptance.
+The committed text is kept in the draft's tokens too (`Mirror`). The draft grows a tree in its own tokens behind it;
+each path is decoded, encoded by the target's tokenizer where it follows the target's last tokens, and the paths that
+come out are merged into one tree of target tokens. The target chooses its tokens as ever, so the text is its own
+whatever the mapping does; a poor mapping only costs acceptance.
 
 The target's noise belongs to its ids and positions, which the draft does not have: under sampling the draft proposes
 its most probable children, not the coupled ones, and fewer of them are accepted than of a draft that shares the
@@ -45,6 +45,7 @@ class RetokenizedDraft:
     """
 
     name = "retokenized"
+    cheap = False
 
     def __init__(
         self,

@@ -37,10 +37,10 @@ def check_settings(
     """
     if generation_config.use_cache is False:
         raise UnsupportedCallError("use_cache=False with tree_config: a tree needs the cache; leave use_cache at True")
-    if synced_gpus:
+    if synced_gpus and not _compat.has_process_group():
         raise UnsupportedCallError(
-            "synced_gpus=True with tree_config: ranks would run different numbers of forwards and hang; "
-            "generate without tree_config under ZeRO-3 or FSDP"
+            "synced_gpus=True with tree_config: ranks agree through the default process group, and there is none; "
+            "call torch.distributed.init_process_group first, or leave synced_gpus out"
         )
     _check_cache_implementation(generation_config)
     if (
@@ -98,7 +98,7 @@ def check_processors(processors: Sequence[object], on_stateful: str) -> None:
     odd = sorted({type(p).__name__ for p in processors if not are_pure([p])})
     if odd:
         raise UnsupportedCallError(
-            f"TreeConfig(on_stateful_processor='error') with logits processors of class {', '.join(odd)}, which are not "
-            "known to be functions of their arguments; with on_stateful_processor='in_step' they are called once a "
-            "token, in order, as plain decoding calls them"
+            f"TreeConfig(on_stateful_processor='error') with logits processors of class {', '.join(odd)}, which are "
+            "not known to be functions of their arguments; with on_stateful_processor='in_step' they are called once "
+            "a token, in order, as plain decoding calls them"
         )

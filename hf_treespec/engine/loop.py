@@ -24,6 +24,7 @@ from hf_treespec.engine.outputs import KeptStates
 from hf_treespec.engine.prompt import Prompt
 from hf_treespec.engine.round import RoundRunner
 from hf_treespec.engine.state import GrowingText, StopRules
+from hf_treespec.engine.synced import in_lockstep
 from hf_treespec.stats import TreeStats
 from hf_treespec.verify import Decider, GumbelNoise, NodeScorer, are_length_free, are_pure, text_streams
 
@@ -55,6 +56,7 @@ class Request:
         assistant_model: draft model, if one was passed.
         streamer: already holds the prompt.
         tokenizers: those of target and draft, if they differ.
+        synced_gpus: whether all ranks of the default process group must run the same forwards.
     """
 
     input_ids: Tensor
@@ -66,6 +68,7 @@ class Request:
     assistant_model: PreTrainedModel | None = None
     streamer: BaseStreamer | None = None
     tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None
+    synced_gpus: bool = False
 
 
 def generate_with_tree(
@@ -104,6 +107,9 @@ def _prepared(model: PreTrainedModel, request: Request) -> Iterator[None]:
         if request.assistant_model is not None and request.assistant_model is not model:
             stack.enter_context(attention_for_trees(request.assistant_model, request.tree_config.attention))
         stack.enter_context(tree_masks())
+        if request.synced_gpus:
+            models = dict.fromkeys(m for m in (model, request.assistant_model) if m is not None)
+            stack.enter_context(in_lockstep(list(models), request.input_ids.device))
         yield
 
 
@@ -230,4 +236,10 @@ def _make_draft(request: Request, vocab: int) -> Draft:
         # The draft's law is shaped by the processors that need no prefix; the others only cost acceptance.
         shaping = [p for p in request.logits_processor if are_length_free([p])]
         processors = type(request.logits_processor)(shaping)
-    return ModelDraft(assistant, growth=config.growth, vocab_size=vocab, processors=processors)
+    return ModelDraft(
+        assistant,
+        growth=config.growth,
+        vocab_size=vocab,
+        processors=processors,
+        device=request.input_ids.device,
+    )

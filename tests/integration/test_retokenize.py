@@ -61,7 +61,7 @@ def names(ours: str, theirs: str) -> dict[str, Any]:
     return {"tokenizer": TOKENIZERS[ours](), "assistant_tokenizer": TOKENIZERS[theirs]()}
 
 
-# --- the text ---------------------------------------------------------------------------------------------------------
+# --- the text --------------------------------------------------------------------------------------------------------
 
 
 @pairs
@@ -108,7 +108,7 @@ def test_any_growth_and_size(growth: str, limits: tuple[int, int, int]) -> None:
     assert_same_text(expected, actual, width=ids.shape[1])
 
 
-# --- acceptance -------------------------------------------------------------------------------------------------------
+# --- acceptance ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

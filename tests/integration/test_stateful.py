@@ -1,4 +1,4 @@
-"""Grammar-like processors, Whisper's timestamps, SynthID: called as in plain decoding, or refused if the config says so."""
+"""Grammar-like processors, Whisper's timestamps: called as in plain decoding, or refused if the config says so."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SYNTHID = SynthIDTextWatermarkingConfig(keys=[654, 400, 836, 123], ngram_len=3)
 class Grammar(LogitsProcessor):
     """One automaton per row, moved on by the last token of each call; the automaton says what may follow.
 
-    It cannot be asked twice about one place, nor about a place that is not the next: it raises, as grammar libraries do.
+    It cannot be asked twice about one place, nor about one that is not the next: it raises, as grammar libraries do.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ def test_whisper_timestamps_are_plain(batch: int, sampling: dict[str, Any]) -> N
     assert pair.stats.accepted_tokens > 0
 
 
-# --- TreeConfig(on_stateful_processor="error") ------------------------------------------------------------------------
+# --- TreeConfig(on_stateful_processor="error") -----------------------------------------------------------------------
 
 STATEFUL: dict[str, tuple[Any, str]] = {
     "grammar": (with_grammar, "Grammar"),

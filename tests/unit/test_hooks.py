@@ -90,7 +90,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "bad draft": ({"assistant_model": mamba()}, UnsupportedModelError, r"assistant_model \(MambaForCausalLM\) cannot"),
     "no cache": ({"use_cache": False}, UnsupportedCallError, "use_cache=False with tree_config"),
-    "ranks": ({"synced_gpus": True}, UnsupportedCallError, "synced_gpus=True with tree_config"),
+    "ranks": ({"synced_gpus": True}, UnsupportedCallError, "synced_gpus=True with tree_config.*init_process_group"),
     "hidden": (
         {"output_hidden_states": True, "return_dict_in_generate": True},
         UnsupportedCallError,

@@ -29,7 +29,7 @@ def text_of(tokenizer: Any, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-# --- the mirrored text ------------------------------------------------------------------------------------------------
+# --- the mirrored text -----------------------------------------------------------------------------------------------
 
 
 @lossless
@@ -129,7 +129,7 @@ def test_text_of_nothing_but_unknown_specials_gives_no_tokens() -> None:
     assert mirror.row.tokens == []
 
 
-# --- one tree ---------------------------------------------------------------------------------------------------------
+# --- one tree --------------------------------------------------------------------------------------------------------
 
 
 class Scripted:
