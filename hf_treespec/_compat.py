@@ -69,6 +69,8 @@ __all__ = [
     "end_stream",
     "eos_token_ids",
     "exact_tokens",
+    "generation_defaults",
+    "has_process_group",
     "input_device",
     "is_offloaded",
     "is_stateful",
@@ -231,6 +233,11 @@ def decoder_output(*, cache: Cache | None, **fields: Any) -> Any:
     return make(**fields, **{"cache" if "cache" in names else "past_key_values": cache})
 
 
+def generation_defaults(generation_config: GenerationConfig) -> dict[str, Any]:
+    """What `generate` fills into the fields that nobody set."""
+    return generation_config._get_default_generation_params()
+
+
 def pad_token_id(generation_config: GenerationConfig) -> int | None:
     """The pad id that `generate` prepared for this call."""
     tensor = generation_config._pad_token_tensor
@@ -384,7 +391,13 @@ def input_device(model: PreTrainedModel, given: torch.device) -> torch.device:
 def embedding_rows(model: PreTrainedModel) -> int:
     """Token ids that the model can read."""
     table: Any = model.get_input_embeddings()
-    return int(table.weight.shape[0])
+    # DeepSpeed ZeRO-3 leaves a parameter empty between forwards and keeps its shape beside it.
+    return int(getattr(table.weight, "ds_shape", table.weight.shape)[0])
+
+
+def has_process_group() -> bool:
+    """Whether torch.distributed is ready for collectives."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _classes(*names: str) -> frozenset[type]:

@@ -26,6 +26,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "kv_cache": ("auto",),
     "attention": ("auto", "sdpa", "eager"),
     "fallback": ("auto", "off"),
+    "on_stateful_processor": ("in_step", "error"),
 }
 _INTEGERS: dict[str, tuple[int, int]] = {
     "max_nodes": (0, 4096),
@@ -58,6 +59,10 @@ class TreeConfig:
             generator, so `torch.manual_seed` governs it.
         fallback: ``"auto"`` measures rounds and scores the size of tree, up to `max_nodes`, that brings the most
             tokens a second, or none while none pays; ``"off"`` always scores whole trees.
+        on_stateful_processor: what to do about logits processors that are not known to be functions of their arguments
+            (SynthID, grammar objects, `prefix_allowed_tokens_fn`, classes of the caller's own). ``"in_step"`` lets all
+            rows of a batch advance together, so that each is called exactly as plain decoding calls it: once a token,
+            in order, with the committed text only. ``"error"`` refuses the call before any forward.
 
     Raises:
         TreeConfigError: if a field has a value that cannot work.
@@ -73,6 +78,7 @@ class TreeConfig:
     attention: str = "auto"
     seed: int | None = None
     fallback: str = "auto"
+    on_stateful_processor: str = "in_step"
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

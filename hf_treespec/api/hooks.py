@@ -10,7 +10,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hf_treespec import _compat
+from hf_treespec.api.assistants import (
+    check_draft,
+    check_prompt_learning,
+    differing_tokenizers,
+    with_assistant_settings,
+)
 from hf_treespec.api.modes import refuse_modes, refuse_paged
+from hf_treespec.api.outliers import has_shared_outliers
 from hf_treespec.api.support import require_support, unwrap
 from hf_treespec.attention import check_attention
 from hf_treespec.config import TreeConfig
@@ -79,7 +86,10 @@ def _validate_mode(
     for name in _RIVALS:
         value = getattr(generation_config, name, None)
         if value:
-            raise UnsupportedCallError(f"{name}={value!r} with tree_config: pass one of the two")
+            raise UnsupportedCallError(
+                f"{name}={value!r} with tree_config: both say how to speculate; leave {name} out (trees from an "
+                "assistant_model or n-grams of the text take its place), or leave tree_config out"
+            )
     # Nothing of an earlier call may pass for the statistics of this one, should it be refused.
     model.__dict__.pop("treespec_stats", None)
     check_settings(
@@ -91,39 +101,21 @@ def _validate_mode(
     assistant = unwrap(mode_kwargs.get("assistant_model"))
     if assistant is not None and not isinstance(assistant, _compat.PreTrainedModel):
         require_support(assistant, "assistant_model")
+    mode_kwargs["tree_config"] = with_assistant_settings(config, generation_config, assistant)
     for part in filter(None, (model, assistant)):
         check_attention(part, config.attention)
+    check_prompt_learning(model)
     require_support(model, "the model")
-    _check_draft(model, config, assistant, mode_kwargs)
+    check_draft(model, config, assistant, mode_kwargs)
+    if has_shared_outliers(model):
+        _compat.warn_once(
+            f"{type(model).__name__} has 8-bit layers with llm_int8_threshold > 0: tokens of one forward change each "
+            "other's logits, so that the text may differ from plain decoding's where two tokens are close. Load it "
+            "with BitsAndBytesConfig(llm_int8_threshold=0.0), or in 4 bits, for the same text"
+        )
     plain = _compat.GenerationMode.SAMPLE if generation_config.do_sample else _compat.GenerationMode.GREEDY_SEARCH
     rest = {k: v for k, v in mode_kwargs.items() if k not in ("tree_config", "assistant_model", "assistant_tokenizer")}
     return original(plain, generation_config, rest)
-
-
-def _check_draft(
-    model: PreTrainedModel, config: TreeConfig, assistant: PreTrainedModel | None, mode_kwargs: dict[str, Any]
-) -> None:
-    if config.draft == "model" and assistant is None:
-        raise UnsupportedCallError("TreeConfig(draft='model') without assistant_model: pass the draft model")
-    if config.draft == "ngram" and assistant is not None:
-        raise UnsupportedCallError(
-            "TreeConfig(draft='ngram') with an assistant_model: leave one out, or use draft='auto' or 'model'"
-        )
-    if assistant is None:
-        return
-    require_support(assistant, "assistant_model")
-    ours, theirs = mode_kwargs.get("tokenizer"), mode_kwargs.get("assistant_tokenizer")
-    if ours is not None and theirs is not None and ours.get_vocab() != theirs.get_vocab():
-        raise UnsupportedCallError(
-            "assistant_tokenizer has another vocabulary than tokenizer: the draft must share the target's token ids"
-        )
-    sizes = _compat.vocabulary_size(model), _compat.vocabulary_size(assistant)
-    if sizes[0] != sizes[1] and (ours is None or theirs is None):
-        _compat.warn_once(
-            f"target and assistant_model have vocabularies of {sizes[0]} and {sizes[1]} ids; they are taken to agree "
-            "on the common ones. The text is right either way, but a draft of another tokenizer is of no use. Pass "
-            "tokenizer and assistant_tokenizer to have it checked"
-        )
 
 
 def _decode(
@@ -136,8 +128,8 @@ def _decode(
 ) -> Any:
     if tree_config is None:
         return original(input_ids, *args, **kwargs)
-    for name in ("tokenizer", "assistant_tokenizer", "inputs_tensor", "synced_gpus"):
-        kwargs.pop(name, None)
+    tokenizers = differing_tokenizers(kwargs.pop("tokenizer", None), kwargs.pop("assistant_tokenizer", None))
+    kwargs.pop("inputs_tensor", None)
     request = Request(
         input_ids=input_ids,
         logits_processor=kwargs.pop("logits_processor"),
@@ -146,6 +138,8 @@ def _decode(
         tree_config=tree_config,
         assistant_model=unwrap(kwargs.pop("assistant_model", None)),
         streamer=kwargs.pop("streamer", None),
+        tokenizers=tokenizers,
+        synced_gpus=bool(kwargs.pop("synced_gpus", False)),
         model_kwargs=kwargs,
     )
     return generate_with_tree(model, request, lambda stats: setattr(model, "treespec_stats", stats))

@@ -23,12 +23,15 @@ class DraftRow:
         offset: position of `tokens[0]`; above 0 when a passed-in cache holds text that the call did not repeat.
         noise: `noise(position)` is the Gumbel noise `[V]` that the target will add when it chooses the token of that
             position; None under greedy decoding.
+        settled: leading tokens that can never change; None for all. Others come about where the text is encoded by
+            another tokenizer, and its last words may be written anew with the next ones.
     """
 
     index: int
     tokens: list[int]
     offset: int = 0
     noise: Callable[[int], Tensor] | None = field(default=None, repr=False)
+    settled: int | None = None
 
 
 class Draft(Protocol):

@@ -70,11 +70,14 @@ class LevelReader:
         self._visible: list[list[int]] = [[] for _ in rows]
         # Builder index of each node of the frozen trees, set when growth has ended.
         self.kept: list[list[int]] = []
+        # The trees under growth, with a score per node.
+        self.builders: Sequence[TreeBuilder] = ()
 
     def expand(
         self, builders: Sequence[TreeBuilder], frontier: Sequence[Sequence[int]]
     ) -> list[list[list[Candidate]]]:
         """Candidates below the frontier of every row, from one forward; see `Expander`."""
+        self.builders = builders
         at_root = not any(self._slot_of)
         wanted = [self._fresh[row] if nodes and at_root else nodes for row, nodes in enumerate(frontier)]
         width = max(len(row) for row in wanted)
@@ -96,7 +99,11 @@ class LevelReader:
         slots = []
         for row, path in enumerate(paths):
             mine: list[int] = []
-            if path and 0 in self._slot_of[row]:
+            settled = self._rows[row].settled
+            if settled is not None and path:
+                # What the row's next text looks like behind them is not known, whatever was accepted.
+                mine.extend(self._fresh_slots[row][: max(0, settled - self._cache.lengths[row])])
+            elif path and 0 in self._slot_of[row]:
                 mine.extend(self._fresh_slots[row])
                 for node in path[1:]:
                     slot = self._slot_of[row].get(self.kept[row][node])

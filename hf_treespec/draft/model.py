@@ -39,6 +39,7 @@ class ModelDraft:
         vocab_size: ids that the target knows; the draft proposes no others.
         processors: processors to shape the draft's law like the target's. Only those that look at logits alone may be
             given. They change how much is accepted, never the text.
+        device: where the processors' tensors lie, if the draft may lie elsewhere.
     """
 
     name = "model"
@@ -51,13 +52,17 @@ class ModelDraft:
         growth: str,
         vocab_size: int,
         processors: LogitsProcessorList | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.model = model
         self.forward_seconds = 0.0
+        # Per row, the score of each node of the tree last proposed: log probability that it is accepted.
+        self.scores: list[list[float]] = []
         self._growth = growth
         self._vocab = min(vocab_size, _compat.vocabulary_size(model))
         self._readable = _compat.embedding_rows(model)
         self._processors = processors
+        self._device = device
         self._position_limit = learned_position_limit(model, _compat.max_positions(model))
         self._rows: RowCache | None = None
         self._open: ExitStack | None = None
@@ -67,6 +72,7 @@ class ModelDraft:
         """One tree per row; see `Draft.propose`."""
         self.abandon()
         roots = [row.tokens[-1] for row in rows]
+        self.scores = [[0.0] for _ in rows]
         limits = [self._within_positions(row, limit) for row, limit in zip(rows, limits, strict=True)]
         if not any(limit.max_nodes for limit in limits):
             return [TokenTree.root_only(token) for token in roots]
@@ -81,6 +87,8 @@ class ModelDraft:
             self.abandon()
             raise
         self._pass.kept = [kept for _, kept in grown]
+        for row, builder in enumerate(self._pass.builders):
+            self.scores[row] = [builder.scores[node] for node in self._pass.kept[row]]
         return [tree for tree, _ in grown]
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
@@ -103,7 +111,12 @@ class ModelDraft:
 
     def _prefill(self, rows: Sequence[DraftRow], limits: Sequence[TreeLimits]) -> RowCache:
         """Read everything but the root, as one left-padded batch; rows without a budget may be too long to read."""
-        texts = [row.tokens[:-1] if limit.max_nodes else [] for row, limit in zip(rows, limits, strict=True)]
+        texts = [
+            row.tokens[: -1 if row.settled is None else min(row.settled, len(row.tokens) - 1)]
+            if limit.max_nodes
+            else []
+            for row, limit in zip(rows, limits, strict=True)
+        ]
         cache = RowCache(_compat.make_cache(self.model.config), [0] * len(rows))
         width = max(len(text) for text in texts)
         if not width:
@@ -157,10 +170,11 @@ class ModelDraft:
         """
         scores = logits_RV.to(torch.float32, copy=True)
         if self._processors:
+            scores = scores.to(self._device)
             ids = torch.zeros((scores.shape[0], 1), dtype=torch.long, device=scores.device)
             scores = _compat.process_logits(self._processors, ids, scores)
         if any(n is not None for n in noise):
-            rows = [torch.zeros(scores.shape[1]) if n is None else n[: scores.shape[1]].to(scores) for n in noise]
+            rows = [scores.new_zeros(scores.shape[1]) if n is None else n[: scores.shape[1]].to(scores) for n in noise]
             scores = scores + torch.stack(rows)
         count = min(count, scores.shape[1])
         top, tokens = scores.topk(count, dim=-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -9,11 +10,12 @@ from torch import Tensor
 from hf_treespec import _compat
 from hf_treespec.cache import check_cache
 from hf_treespec.errors import UnsupportedCallError
+from hf_treespec.verify import are_pure
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-__all__ = ["check_inputs", "check_settings"]
+__all__ = ["check_inputs", "check_processors", "check_settings"]
 
 # The last ones are old names of "static".
 _CACHE_KINDS = (None, "dynamic", "quantized", "static", "sliding_window", "hybrid", "hybrid_chunked")
@@ -35,10 +37,10 @@ def check_settings(
     """
     if generation_config.use_cache is False:
         raise UnsupportedCallError("use_cache=False with tree_config: a tree needs the cache; leave use_cache at True")
-    if synced_gpus:
+    if synced_gpus and not _compat.has_process_group():
         raise UnsupportedCallError(
-            "synced_gpus=True with tree_config: ranks would run different numbers of forwards and hang; "
-            "generate without tree_config under ZeRO-3 or FSDP"
+            "synced_gpus=True with tree_config: ranks agree through the default process group, and there is none; "
+            "call torch.distributed.init_process_group first, or leave synced_gpus out"
         )
     _check_cache_implementation(generation_config)
     if (
@@ -79,3 +81,24 @@ def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
         check_cache(cache)
     if input_ids.shape[1] == 0 and model_kwargs.get("inputs_embeds") is None:
         raise UnsupportedCallError("input_ids are empty: pass at least one token, for example the bos token")
+
+
+def check_processors(processors: Sequence[object], on_stateful: str) -> None:
+    """Refuse processors that may keep a state, if the `TreeConfig` says so.
+
+    Args:
+        processors: the list that `generate` prepared.
+        on_stateful: "in_step" or "error".
+
+    Raises:
+        UnsupportedCallError: naming their classes.
+    """
+    if on_stateful == "in_step":
+        return
+    odd = sorted({type(p).__name__ for p in processors if not are_pure([p])})
+    if odd:
+        raise UnsupportedCallError(
+            f"TreeConfig(on_stateful_processor='error') with logits processors of class {', '.join(odd)}, which are "
+            "not known to be functions of their arguments; with on_stateful_processor='in_step' they are called once "
+            "a token, in order, as plain decoding calls them"
+        )

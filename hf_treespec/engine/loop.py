@@ -16,19 +16,26 @@ from hf_treespec.attention import attention_for_trees, learned_position_limit, t
 from hf_treespec.cache import RowCache, check_cache, check_windows, needs_equal_rows, restored_on_error
 from hf_treespec.config import TreeConfig
 from hf_treespec.control import SizePolicy
-from hf_treespec.draft import Draft, ModelDraft, NgramDraft
-from hf_treespec.engine.checks import check_inputs
+from hf_treespec.draft import Draft, ModelDraft, NgramDraft, RetokenizedDraft
+from hf_treespec.engine.checks import check_inputs, check_processors
 from hf_treespec.engine.forward import TargetForward
 from hf_treespec.engine.guidance import Guidance
 from hf_treespec.engine.outputs import KeptStates
 from hf_treespec.engine.prompt import Prompt
 from hf_treespec.engine.round import RoundRunner
 from hf_treespec.engine.state import GrowingText, StopRules
+from hf_treespec.engine.synced import in_lockstep
 from hf_treespec.stats import TreeStats
 from hf_treespec.verify import Decider, GumbelNoise, NodeScorer, are_length_free, are_pure, text_streams
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+    from transformers import (
+        GenerationConfig,
+        LogitsProcessorList,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+        StoppingCriteriaList,
+    )
     from transformers.generation.streamers import BaseStreamer
     from transformers.generation.utils import GenerateOutput
 
@@ -48,6 +55,8 @@ class Request:
         tree_config: how to speculate.
         assistant_model: draft model, if one was passed.
         streamer: already holds the prompt.
+        tokenizers: those of target and draft, if they differ.
+        synced_gpus: whether all ranks of the default process group must run the same forwards.
     """
 
     input_ids: Tensor
@@ -58,6 +67,8 @@ class Request:
     tree_config: TreeConfig
     assistant_model: PreTrainedModel | None = None
     streamer: BaseStreamer | None = None
+    tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None
+    synced_gpus: bool = False
 
 
 def generate_with_tree(
@@ -77,6 +88,7 @@ def generate_with_tree(
         UnsupportedCallError: before any forward, for calls that cannot be right with a tree.
     """
     check_inputs(request.input_ids, request.model_kwargs)
+    check_processors(request.logits_processor, request.tree_config.on_stateful_processor)
     stats = TreeStats(batch_size=int(request.input_ids.shape[0]))
     start = time.perf_counter()
     try:
@@ -95,6 +107,9 @@ def _prepared(model: PreTrainedModel, request: Request) -> Iterator[None]:
         if request.assistant_model is not None and request.assistant_model is not model:
             stack.enter_context(attention_for_trees(request.assistant_model, request.tree_config.attention))
         stack.enter_context(tree_masks())
+        if request.synced_gpus:
+            models = dict.fromkeys(m for m in (model, request.assistant_model) if m is not None)
+            stack.enter_context(in_lockstep(list(models), request.input_ids.device))
         yield
 
 
@@ -213,9 +228,18 @@ def _make_draft(request: Request, vocab: int) -> Draft:
     assistant = request.assistant_model
     if config.draft == "ngram" or assistant is None:
         return NgramDraft(growth=config.growth)
+    if request.tokenizers is not None:
+        own = ModelDraft(assistant, growth=config.growth, vocab_size=_compat.vocabulary_size(assistant))
+        return RetokenizedDraft(own, *request.tokenizers, vocab_size=vocab)
     processors = None
     if request.generation_config.do_sample:
         # The draft's law is shaped by the processors that need no prefix; the others only cost acceptance.
-        own = [p for p in request.logits_processor if are_length_free([p])]
-        processors = type(request.logits_processor)(own)
-    return ModelDraft(assistant, growth=config.growth, vocab_size=vocab, processors=processors)
+        shaping = [p for p in request.logits_processor if are_length_free([p])]
+        processors = type(request.logits_processor)(shaping)
+    return ModelDraft(
+        assistant,
+        growth=config.growth,
+        vocab_size=vocab,
+        processors=processors,
+        device=request.input_ids.device,
+    )

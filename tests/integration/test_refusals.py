@@ -132,15 +132,6 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
         UnsupportedModelError,
         r"assistant_model \(MambaForCausalLM\) cannot take a tree",
     ),
-    "tokenizers": (
-        lambda: {
-            "assistant_model": draft("llama"),
-            "tokenizer": letters(97),
-            "assistant_tokenizer": letters(90),
-        },
-        UnsupportedCallError,
-        "assistant_tokenizer has another vocabulary than tokenizer",
-    ),
 }
 
 

@@ -26,11 +26,12 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "kv_cache": ("auto",),
     "attention": ("auto", "sdpa", "eager"),
     "fallback": ("auto", "off"),
+    "on_stateful_processor": ("in_step", "error"),
 }
 RANGES = {"max_nodes": (0, 4096), "max_depth": (1, 512), "max_children": (1, 512), "seed": (0, 2**63 - 1)}
 OTHER = TreeConfig(
     draft="ngram", max_nodes=7, max_depth=3, max_children=2, growth="dynamic", attention="eager", seed=2**63 - 1,
-    fallback="off",
+    fallback="off", on_stateful_processor="error",
 )  # fmt: skip
 
 

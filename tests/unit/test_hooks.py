@@ -89,17 +89,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"TreeConfig\(draft='ngram'\) with an assistant_model",
     ),
     "bad draft": ({"assistant_model": mamba()}, UnsupportedModelError, r"assistant_model \(MambaForCausalLM\) cannot"),
-    "tokenizers": (
-        {
-            "assistant_model": llama(),
-            "tokenizer": Vocabulary(a=1, b=2),
-            "assistant_tokenizer": Vocabulary(a=2, b=1),
-        },
-        UnsupportedCallError,
-        "assistant_tokenizer has another vocabulary",
-    ),
     "no cache": ({"use_cache": False}, UnsupportedCallError, "use_cache=False with tree_config"),
-    "ranks": ({"synced_gpus": True}, UnsupportedCallError, "synced_gpus=True with tree_config"),
+    "ranks": ({"synced_gpus": True}, UnsupportedCallError, "synced_gpus=True with tree_config.*init_process_group"),
     "hidden": (
         {"output_hidden_states": True, "return_dict_in_generate": True},
         UnsupportedCallError,

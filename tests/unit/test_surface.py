@@ -47,6 +47,7 @@ def test_fields_of_a_config_in_order() -> None:
         "attention",
         "seed",
         "fallback",
+        "on_stateful_processor",
     ]
 
 

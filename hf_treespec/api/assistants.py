@@ -1,0 +1,133 @@
+"""What a call says about its assistant: whether it can draft, in whose tokens, and how far ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hf_treespec import _compat
+from hf_treespec.api.support import require_support
+from hf_treespec.config import TreeConfig
+from hf_treespec.errors import UnsupportedCallError
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["check_draft", "check_prompt_learning", "differing_tokenizers", "with_assistant_settings"]
+
+# Settings of stock assisted decoding that a tree has no use for, the value that asks for nothing, and what rules here.
+_GOVERNED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "num_assistant_tokens_schedule": (
+        (None, "constant"),
+        "TreeConfig sizes the trees, and its fallback decodes plainly while they do not pay",
+    ),
+    "assistant_confidence_threshold": (
+        (None, 0),
+        "TreeConfig sizes the trees, and its growth keeps the nodes that are most likely to be accepted",
+    ),
+}
+
+
+def check_draft(
+    model: PreTrainedModel, config: TreeConfig, assistant: PreTrainedModel | None, mode_kwargs: Mapping[str, Any]
+) -> None:
+    """Refuse a draft that contradicts the config or cannot take a tree.
+
+    Raises:
+        UnsupportedCallError: if `TreeConfig(draft=...)` and the call do not fit together.
+        UnsupportedModelError: if the assistant cannot take a tree.
+    """
+    if config.draft == "model" and assistant is None:
+        raise UnsupportedCallError("TreeConfig(draft='model') without assistant_model: pass the draft model")
+    if config.draft == "ngram" and assistant is not None:
+        raise UnsupportedCallError(
+            "TreeConfig(draft='ngram') with an assistant_model: leave one out, or use draft='auto' or 'model'"
+        )
+    if assistant is None:
+        return
+    require_support(assistant, "assistant_model")
+    kind = _prompt_learning(mode_kwargs.get("assistant_model"))
+    if kind is not None:
+        _compat.warn_once(
+            f"assistant_model is a PEFT model of type {kind}: it drafts without its virtual tokens. The text is right "
+            "all the same"
+        )
+    sizes = _compat.vocabulary_size(model), _compat.vocabulary_size(assistant)
+    both = mode_kwargs.get("tokenizer") is not None and mode_kwargs.get("assistant_tokenizer") is not None
+    if sizes[0] != sizes[1] and not both:
+        _compat.warn_once(
+            f"target and assistant_model have vocabularies of {sizes[0]} and {sizes[1]} ids; they are taken to agree "
+            "on the common ones. The text is right either way, but a draft with another tokenizer is of no use so. "
+            "Pass tokenizer and assistant_tokenizer to have its tokens translated where they differ"
+        )
+
+
+def check_prompt_learning(model: PreTrainedModel) -> None:
+    """Refuse a call that comes through a PEFT model with virtual tokens, which no tree forward would see right.
+
+    Raises:
+        UnsupportedCallError: naming the type of adapter.
+    """
+    # PEFT puts its own preparation on the base model for the length of such a call.
+    prepare = vars(model).get("prepare_inputs_for_generation")
+    kind = _prompt_learning(getattr(prepare, "__self__", None))
+    if kind is not None:
+        raise UnsupportedCallError(
+            f"tree_config with a PEFT model of type {kind}: its virtual tokens lie in the cache in front of the text, "
+            "where a tree does not reckon with them; use an adapter without virtual tokens, such as LoRA, or generate "
+            "without tree_config"
+        )
+
+
+def _prompt_learning(model: Any) -> str | None:
+    """The type of a PEFT model with virtual tokens (prompt, prefix and P-tuning), or None."""
+    config = getattr(model, "active_peft_config", None)
+    if config is None or not config.is_prompt_learning:
+        return None
+    return str(getattr(config.peft_type, "value", config.peft_type))
+
+
+def differing_tokenizers(
+    tokenizer: Any, assistant_tokenizer: Any
+) -> tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None:
+    """Both tokenizers if the draft's tokens must be translated: they are given, and their vocabularies differ."""
+    if tokenizer is None or assistant_tokenizer is None or tokenizer.get_vocab() == assistant_tokenizer.get_vocab():
+        return None
+    return tokenizer, assistant_tokenizer
+
+
+def with_assistant_settings(
+    config: TreeConfig,
+    generation_config: GenerationConfig,
+    assistant: PreTrainedModel | None,
+) -> TreeConfig:
+    """The config with what the call and the assistant's `generation_config` say about drafting.
+
+    `num_assistant_tokens` bounds how far ahead a round drafts, so it lowers `max_depth`; 0 drafts nothing. The value
+    of the call goes before the assistant's. The other settings are ignored with one warning. No config is changed.
+
+    Args:
+        config: of the call.
+        generation_config: as `generate` prepared it, with the defaults of transformers filled in.
+        assistant: draft model, or None.
+
+    Raises:
+        UnsupportedCallError: if `num_assistant_tokens` is no number of tokens.
+    """
+    defaults = _compat.generation_defaults(generation_config)
+    own = None if assistant is None else getattr(assistant, "generation_config", None)
+    for name, (idle, instead) in _GOVERNED.items():
+        for value in (getattr(generation_config, name), getattr(own, name, None)):
+            if value not in idle and value != defaults[name]:
+                _compat.warn_once(f"{name}={value!r} has no effect together with tree_config: {instead}")
+    ahead = getattr(generation_config, "num_assistant_tokens", None)
+    if ahead is None or ahead == defaults["num_assistant_tokens"]:
+        ahead = getattr(own, "num_assistant_tokens", None)
+    if ahead is None:
+        return config
+    # The heuristic schedule of transformers leaves floats behind.
+    if isinstance(ahead, bool) or not isinstance(ahead, int | float) or not 0 <= ahead < float("inf"):
+        raise UnsupportedCallError(f"num_assistant_tokens={ahead!r}: expected an integer of at least 0")
+    if ahead < 1:
+        return config.replace(max_nodes=0)
+    return config.replace(max_depth=min(config.max_depth, int(ahead)))
