@@ -101,7 +101,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         UnsupportedCallError,
         "output_attentions=True with tree_config",
     ),
-    "embeddings": ({"inputs_embeds": torch.zeros(1, 5, 16)}, UnsupportedCallError, "inputs_embeds with tree_config"),
+    "embeddings": (
+        {"inputs_embeds": torch.zeros(1, 99, 16)},
+        UnsupportedCallError,
+        "wide and inputs_embeds hold 99 tokens",
+    ),
     "static": (
         {"cache_implementation": "static"},
         UnsupportedCallError,
