@@ -1,6 +1,7 @@
 """What the prompt of a call looks like once `generate` has prepared it.
 
-Shapes: B rows, P physical prompt length (what the cache holds after the prefill), H hidden size.
+Shapes: B rows, P physical prompt length (what the cache holds after the prefill), I width of `input_ids`, H hidden
+size.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class Prompt:
             positions = torch.tensor([[n - 1] for n in real], device=input_ids.device)
         return cls(
             mask_BP=None if mask is None else (mask != 0).long(),
-            ids_width=width,
+            ids_width=int(input_ids.shape[1]),
             physical=physical,
             last_positions=_last_positions(positions, batch),
             real_tokens=real,

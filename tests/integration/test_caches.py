@@ -330,6 +330,22 @@ def test_static_window_that_would_wrap_is_refused(family: str, passed: bool) -> 
     assert torch.equal(actual, reference(plain, ids, mask, max_new_tokens=fits))
 
 
+def test_window_and_room_count_the_embeddings_of_a_prompt() -> None:
+    plain, model = ROOMY["gemma2"]
+    size, width = int(plain.config.sliding_window), 24
+    ids, mask = prompt("gemma2", 1, width=width)
+    embeds = plain.get_input_embeddings()(ids).detach()
+    call: dict[str, Any] = {"inputs_embeds": embeds, "attention_mask": mask, "cache_implementation": "static"}
+    call["do_sample"] = False
+    fits = size + 1 - width
+    with pytest.raises(UnsupportedCallError, match=f"the call may write {size + 1}"):
+        model.generate(max_new_tokens=fits + 1, tree_config=CONFIG, **call)
+    expected = plain.generate(max_new_tokens=fits, **call)
+    truth = [[*ids[0].tolist(), *expected[0].tolist()]]
+    with drafting(Source(MAKERS["chain"], vocab=vocabulary("gemma2"), truth=truth)):
+        assert torch.equal(model.generate(max_new_tokens=fits, tree_config=CONFIG, **call), expected)
+
+
 # --- a chat on one cache -------------------------------------------------------------------------------------------
 
 KINDS = [
