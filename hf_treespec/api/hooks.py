@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hf_treespec import _compat
-from hf_treespec.api.support import require_support, unwrap
+from hf_treespec.api.support import is_supported, require_support, unwrap
 from hf_treespec.attention import check_attention
 from hf_treespec.config import TreeConfig
-from hf_treespec.engine import Request, check_settings, generate_with_tree
+from hf_treespec.engine import Request, check_path_settings, check_settings, generate_with_tree
 from hf_treespec.errors import TreeConfigError, UnsupportedCallError
 
 if TYPE_CHECKING:
@@ -81,9 +81,12 @@ def _validate_mode(
     model.__dict__.pop("treespec_stats", None)
     check_settings(generation_config, synced_gpus=bool(mode_kwargs.get("synced_gpus")))
     assistant = unwrap(mode_kwargs.get("assistant_model"))
-    for part in filter(None, (model, assistant)):
-        check_attention(part, config.attention)
     require_support(model, "the model")
+    if is_supported(model).route == "paths":
+        check_path_settings(generation_config)
+    for part in filter(None, (model, assistant)):
+        if is_supported(part).route == "mask":
+            check_attention(part, config.attention)
     _check_draft(model, config, assistant, mode_kwargs)
     plain = _compat.GenerationMode.SAMPLE if generation_config.do_sample else _compat.GenerationMode.GREEDY_SEARCH
     rest = {k: v for k, v in mode_kwargs.items() if k not in ("tree_config", "assistant_model", "assistant_tokenizer")}
@@ -102,6 +105,11 @@ def _check_draft(
     if assistant is None:
         return
     require_support(assistant, "assistant_model")
+    if is_supported(assistant).route != "mask":
+        raise UnsupportedCallError(
+            f"assistant_model is a {type(assistant).__name__}, which takes no tree mask and cannot draft trees; pass "
+            "a draft model that does, or leave assistant_model out to draft from the text by n-grams"
+        )
     ours, theirs = mode_kwargs.get("tokenizer"), mode_kwargs.get("assistant_tokenizer")
     if ours is not None and theirs is not None and ours.get_vocab() != theirs.get_vocab():
         raise UnsupportedCallError(
@@ -137,6 +145,7 @@ def _decode(
         assistant_model=unwrap(kwargs.pop("assistant_model", None)),
         streamer=kwargs.pop("streamer", None),
         model_kwargs=kwargs,
+        route=is_supported(model).route,
     )
     return generate_with_tree(model, request, lambda stats: setattr(model, "treespec_stats", stats))
 

@@ -7,7 +7,7 @@ from typing import Any
 from hf_treespec import _compat
 from hf_treespec.errors import UnsupportedCallError
 
-__all__ = ["DENSE", "SLIDING", "check_cache", "layer_kind"]
+__all__ = ["DENSE", "SLIDING", "cache_parts", "check_cache", "layer_kind"]
 
 DENSE = "dense"
 SLIDING = "sliding"
@@ -21,6 +21,13 @@ def layer_kind(layer: Any) -> str | None:
     return None if kind == SLIDING and layer.sliding_window < 2 else kind
 
 
+def cache_parts(cache: Any) -> tuple[_compat.Cache, ...]:
+    """The caches inside: self-attention first, then cross-attention if the cache is a pair of the two."""
+    if isinstance(cache, _compat.EncoderDecoderCache):
+        return cache.self_attention_cache, cache.cross_attention_cache
+    return (cache,)
+
+
 def check_cache(cache: Any) -> _compat.Cache:
     """Refuse caches that cannot give back a rejected node.
 
@@ -32,12 +39,13 @@ def check_cache(cache: Any) -> _compat.Cache:
     """
     if not isinstance(cache, _compat.Cache):
         raise UnsupportedCallError(f"cache of type {type(cache).__name__}: expected a transformers Cache")
-    if _compat.is_offloaded(cache):
+    if any(_compat.is_offloaded(part) for part in cache_parts(cache)):
         raise UnsupportedCallError(
             "an offloaded cache moves its layers during the forward and cannot take a tree; pass a DynamicCache, or "
             "leave out cache_implementation"
         )
-    odd = sorted({type(layer).__name__ for layer in cache.layers if layer_kind(layer) is None})
+    layers = [layer for part in cache_parts(cache) for layer in part.layers]
+    odd = sorted({type(layer).__name__ for layer in layers if layer_kind(layer) is None})
     if odd:
         raise UnsupportedCallError(
             f"cache layers of class {', '.join(odd)} cannot take a tree; expected "

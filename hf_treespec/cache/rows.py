@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_treespec import _compat
-from hf_treespec.cache.layers import DENSE, check_cache, layer_kind
+from hf_treespec.cache.layers import DENSE, cache_parts, check_cache, layer_kind
 from hf_treespec.cache.replay import Recorder, replay_commit
 from hf_treespec.errors import TreeSpecError
 
@@ -30,15 +30,20 @@ def restored_on_error(cache: _compat.Cache | None) -> Iterator[None]:
     if cache is None:
         yield
         return
-    layers = list(cache.layers)
-    states = [dict(layer.__dict__) for layer in layers]
+    parts = [(part, list(part.layers)) for part in cache_parts(cache)]
+    states = [(layer, dict(layer.__dict__)) for _, layers in parts for layer in layers]
+    read = dict(getattr(cache, "is_updated", {}))
     try:
         yield
     except BaseException:
-        cache.layers[:] = layers
-        for layer, state in zip(layers, states, strict=True):
+        for part, layers in parts:
+            part.layers[:] = layers
+        for layer, state in states:
             layer.__dict__.clear()
             layer.__dict__.update(state)
+        if isinstance(cache, _compat.EncoderDecoderCache):
+            cache.is_updated.clear()
+            cache.is_updated.update(read)
         raise
 
 
@@ -57,6 +62,11 @@ class RowCache:
         check_cache(cache)
         self.cache = cache
         self.lengths = list(lengths)
+
+    @property
+    def layers(self) -> list[Any]:
+        """Layers that grow with the text."""
+        return cache_parts(self.cache)[0].layers
 
     @property
     def physical(self) -> int:
@@ -112,7 +122,7 @@ class CacheTransaction:
     def __enter__(self) -> CacheTransaction:
         self._lengths = list(self._rows.lengths)
         # `generate` may hand over a cache whose layers appear at the first update; by now they exist.
-        for layer in self._rows.cache.layers:
+        for layer in self._rows.layers:
             if layer_kind(layer) == DENSE:
                 self._dense.append((layer, dict(layer.__dict__)))
             else:
@@ -153,6 +163,9 @@ class CacheTransaction:
 
         source_BL = None if uniform else _sources(before, after, old_gaps, gaps, slots)
         for layer, _ in self._dense:
+            if not layer.is_initialized:
+                # A layer that the model never fills: some configs name more layers than the decoder has.
+                continue
             if source_BL is None:
                 _move_in_place(layer, before, slots)
             else:

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from hf_treespec import _compat
 from hf_treespec.attention import attention_for_trees, learned_position_limit, tree_masks
-from hf_treespec.cache import RowCache, check_cache, restored_on_error
+from hf_treespec.cache import PathCache, RowCache, check_cache, restored_on_error
 from hf_treespec.config import TreeConfig
 from hf_treespec.control import SizePolicy
 from hf_treespec.draft import Draft, ModelDraft, NgramDraft
-from hf_treespec.engine.checks import check_inputs
+from hf_treespec.engine.checks import check_inputs, check_path_inputs
 from hf_treespec.engine.forward import TargetForward
+from hf_treespec.engine.paths import PathForward, path_length_limit
 from hf_treespec.engine.prompt import Prompt
 from hf_treespec.engine.round import RoundRunner
 from hf_treespec.engine.state import GrowingText, StopRules
@@ -46,6 +47,7 @@ class Request:
         tree_config: how to speculate.
         assistant_model: draft model, if one was passed.
         streamer: already holds the prompt.
+        route: how trees enter the model: "mask" or "paths".
     """
 
     input_ids: Tensor
@@ -56,6 +58,7 @@ class Request:
     tree_config: TreeConfig
     assistant_model: PreTrainedModel | None = None
     streamer: BaseStreamer | None = None
+    route: str = "mask"
 
 
 def generate_with_tree(
@@ -75,6 +78,7 @@ def generate_with_tree(
         UnsupportedCallError: before any forward, for calls that cannot be right with a tree.
     """
     check_inputs(request.input_ids, request.model_kwargs)
+    check_path_inputs(model, request.model_kwargs)
     stats = TreeStats(batch_size=int(request.input_ids.shape[0]))
     start = time.perf_counter()
     try:
@@ -89,7 +93,8 @@ def generate_with_tree(
 def _prepared(model: PreTrainedModel, request: Request) -> Iterator[None]:
     """Everything that is changed for the length of a call, and given back on every exit."""
     with ExitStack() as stack:
-        stack.enter_context(attention_for_trees(model, request.tree_config.attention))
+        if request.route == "mask" or request.tree_config.attention != "auto":
+            stack.enter_context(attention_for_trees(model, request.tree_config.attention))
         if request.assistant_model is not None and request.assistant_model is not model:
             stack.enter_context(attention_for_trees(request.assistant_model, request.tree_config.attention))
         stack.enter_context(tree_masks())
@@ -104,15 +109,18 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
     keep_logits = wants_dict and bool(generation.output_logits)
     rules = StopRules.of(request.stopping_criteria)
     # Rows may run apart only if nothing outside their own text can tell (or ask for whole steps).
+    # A gap would shift the positions of a model that counts them by its cache.
     in_step = batch == 1 or not (
-        rules.rowwise
+        request.route == "mask"
+        and rules.rowwise
         and (rules.has_eos or not rules.others)
         and are_pure(request.logits_processor)
         and request.streamer is None
         # Rows of unequal length leave gaps in the cache; the caller's own must be whole even after an exception.
         and not _compat.is_user_defined(_compat.passed_cache(request.model_kwargs))
     )
-    prompt = Prompt.of(request.input_ids, request.model_kwargs, generation)
+    encoder_decoder = _compat.is_encoder_decoder(model)
+    prompt = Prompt.of(request.input_ids, request.model_kwargs, generation, encoder_decoder=encoder_decoder)
     stats.prompt_tokens = sum(prompt.real_tokens)
     text = GrowingText(
         request.input_ids,
@@ -144,11 +152,12 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
     stats.new_tokens += batch
     stats.prefill_seconds = time.perf_counter() - start
 
-    rows = RowCache(cache, [_compat.cache_length(cache)] * batch)
+    rows, forward = _target(model, request, cache, prompt)
+    last_positions, position_limit = _positions(model, request, cache, prompt)
     runner = RoundRunner(
         text=text,
-        forward=TargetForward(model, rows, prompt.last_positions, prompt.mask_BP, request.model_kwargs),
-        last_positions=prompt.last_positions.reshape(-1, batch).amax(0).tolist(),
+        forward=forward,
+        last_positions=last_positions,
         cache=rows,
         draft=draft,
         policy=SizePolicy(config.limits, fallback=config.fallback),
@@ -156,7 +165,7 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
         noise=noise,
         stats=stats,
         in_step=in_step,
-        position_limit=learned_position_limit(model, _compat.max_positions(model)),
+        position_limit=position_limit,
         batched_choice=device.type != "cpu" and not keep_scores and are_length_free(request.logits_processor),
     )
     try:
@@ -173,9 +182,37 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
     if not wants_dict:
         return sequences
     output: GenerateOutput = _compat.decoder_output(
-        sequences=sequences, scores=text.steps("scores"), logits=text.steps("logits"), cache=cache
+        sequences=sequences,
+        scores=text.steps("scores"),
+        logits=text.steps("logits"),
+        cache=cache,
+        encoder_decoder=encoder_decoder,
     )
     return output
+
+
+def _target(
+    model: PreTrainedModel, request: Request, cache: _compat.Cache, prompt: Prompt
+) -> tuple[RowCache, TargetForward | PathForward]:
+    """The cache of the rounds and their forward, by the route of the call."""
+    lengths = [_compat.cache_length(cache)] * int(request.input_ids.shape[0])
+    if request.route == "paths":
+        paths = PathCache(cache, lengths)
+        return paths, PathForward(model, paths, prompt, request.model_kwargs)
+    rows = RowCache(cache, lengths)
+    return rows, TargetForward(model, rows, prompt.last_positions, prompt.mask_BP, request.model_kwargs)
+
+
+def _positions(
+    model: PreTrainedModel, request: Request, cache: _compat.Cache, prompt: Prompt
+) -> tuple[list[int], int | None]:
+    """Per row the position of the last prompt token, and the first position that the model cannot read."""
+    batch = int(request.input_ids.shape[0])
+    if request.route == "paths":
+        # Padding counts: it takes up slots of the cache.
+        return [_compat.cache_length(cache) - 1] * batch, path_length_limit(model)
+    limit = learned_position_limit(model, _compat.max_positions(model))
+    return prompt.last_positions.reshape(-1, batch).amax(0).tolist(), limit
 
 
 def _noise(config: TreeConfig, vocab: int, device: torch.device) -> GumbelNoise:

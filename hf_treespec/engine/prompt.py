@@ -38,22 +38,31 @@ class Prompt:
     known_tokens: list[list[int]]
 
     @classmethod
-    def of(cls, input_ids: Tensor, model_kwargs: Mapping[str, Any], generation_config: GenerationConfig) -> Prompt:
-        """Read it off the prepared call.
+    def of(
+        cls,
+        input_ids: Tensor,
+        model_kwargs: Mapping[str, Any],
+        generation_config: GenerationConfig,
+        *,
+        encoder_decoder: bool = False,
+    ) -> Prompt:
+        """Read it off the prepared call; for an encoder-decoder it is the prompt of the decoder.
 
         Raises:
             UnsupportedCallError: if a passed-in cache does not fit the ids and the mask.
         """
         batch, width = input_ids.shape
-        mask = model_kwargs.get("attention_mask")
+        of = "decoder_" if encoder_decoder else ""
+        mask = model_kwargs.get(f"{of}attention_mask")
         cache = _compat.passed_cache(dict(model_kwargs))
         past = _compat.cache_length(cache) if cache is not None else 0
         whole = _compat.mask_length(generation_config, mask)
         # As in the prefill of `generate`: a mask as wide as the ids means that the ids are the whole text.
-        physical = width if whole is None or whole == width else past + width
+        # A decoder has no mask by default, and is then given the ids as they are.
+        physical = width if whole == width or (whole is None and not encoder_decoder) else past + width
         if whole is not None and whole not in (width, past + width):
             raise UnsupportedCallError(
-                f"attention_mask is {whole} wide: expected {width} (input_ids hold the whole text) or {past + width} "
+                f"{of}attention_mask is {whole} wide: expected {width} (input_ids hold the whole text) or {past + width} "
                 f"(the cache holds {past} tokens and input_ids the next {width})"
             )
         if past >= physical:
@@ -72,8 +81,8 @@ class Prompt:
             known = [[t for t, f in zip(r, fs, strict=True) if f] for r, fs in zip(ids, flags, strict=True)]
             empty = [row for row, tokens in enumerate(known) if not tokens]
             if empty:
-                raise UnsupportedCallError(f"attention_mask masks every token of rows {empty}; each row needs one")
-        positions = model_kwargs.get("position_ids")
+                raise UnsupportedCallError(f"{of}attention_mask masks every token of rows {empty}; each row needs one")
+        positions = model_kwargs.get(f"{of}position_ids")
         if positions is None:
             positions = torch.tensor([[n - 1] for n in real], device=input_ids.device)
         # One row of position ids may serve the whole batch.
