@@ -60,6 +60,7 @@ __all__ = [
     "end_stream",
     "eos_token_ids",
     "generation_cache",
+    "has_alibi",
     "is_encoder_decoder",
     "is_offloaded",
     "is_stateful",
@@ -327,6 +328,11 @@ def max_positions(model: PreTrainedModel) -> int | None:
     """`max_position_embeddings` of the text part, if its config has one."""
     config = model.config.get_text_config(decoder=is_encoder_decoder(model) or None)
     return getattr(config, "max_position_embeddings", None)
+
+
+def has_alibi(model: PreTrainedModel) -> bool:
+    """Whether the config asks for a bias by distance in the cache, which no position id can move (Falcon)."""
+    return bool(getattr(model.config.get_text_config(), "alibi", False))
 
 
 def max_sequence(model: PreTrainedModel) -> int | None:

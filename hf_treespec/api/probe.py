@@ -20,11 +20,13 @@ from hf_treespec.tree import TokenTree
 __all__ = ["probe_masks", "probe_paths"]
 
 _PROMPT = (4, 3, 1, 2, 3, 1)
-# Root 2 with children 3 and 1; 1 has children 4 and 3. The path of the last node skips its neighbours in the cache.
-_TREE = TokenTree((2, 3, 1, 4, 3), (-1, 0, 0, 2, 2))
+# Root 2 with children 3 and 1; 3 begins a chain, 1 has children 4 and 3. The path of the last node skips the chain: a
+# model that counts its distances in cache slots is far off even if its attention hardly depends on them.
+_CHAIN = (3, 1, 4, 2) * 3
+_TREE = TokenTree((2, *_CHAIN, 1, 4, 3), (*range(-1, len(_CHAIN)), 0, len(_CHAIN) + 1, len(_CHAIN) + 1))
 _RIGHT_PATH = (2, 1, 3)
 _WRONG_PATH = (2, 3, 3)
-_RIGHT_NODES = (0, 2, 4)
+_RIGHT_NODES = (0, len(_CHAIN) + 1, len(_CHAIN) + 3)
 # Read after the commit of the right path.
 _NEXT = 2
 # Error allowed, as a share of what one wrong ancestor changes.

@@ -109,7 +109,9 @@ def _probed(model: PreTrainedModel) -> tuple[Support, bool]:
 
 def _may_take_masks(model: PreTrainedModel) -> bool:
     """Whether siblings can be given equal positions."""
-    return not _compat.is_encoder_decoder(model) and _compat.accepts_position_ids(model)
+    if _compat.is_encoder_decoder(model) or _compat.has_alibi(model):
+        return False
+    return _compat.accepts_position_ids(model)
 
 
 def require_support(model: Any, name: str) -> None:
