@@ -63,7 +63,7 @@ _KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
     "bloom": (BloomConfig, BloomForCausalLM, {**_WIDE, "n_layer": 2, "n_head": 4}),
     "mpt": (MptConfig, MptForCausalLM, {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 48,
-                                        "initializer_range": 0.1}),
+                                        "initializer_range": 0.1, "use_cache": True}),
     "falcon": (FalconConfig, FalconForCausalLM, {**_WIDE, "num_hidden_layers": 2, "num_attention_heads": 4,
                                                  "alibi": True}),
 }  # fmt: skip
