@@ -53,7 +53,8 @@ _KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     # Sinusoidal positions, a bias on the logits, decoding that begins with the padding id.
     "marian": (
         MarianConfig, MarianMTModel,
-        {**_BART, "init_std": 0.1, "max_position_embeddings": 64, "pad_token_id": VOCAB - 1, "decoder_start_token_id": VOCAB - 1},
+        {**_BART, "init_std": 0.1, "max_position_embeddings": 64, "pad_token_id": VOCAB - 1,
+         "decoder_start_token_id": VOCAB - 1},
     ),
     "whisper": (
         WhisperConfig, WhisperForConditionalGeneration,

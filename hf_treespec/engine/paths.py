@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.utils import ModelOutput
 
 from hf_treespec import _compat
 from hf_treespec.attention import learned_position_limit
@@ -153,7 +152,8 @@ def _take_rows(value: Any, index: Tensor, batch: int) -> Any:
     if isinstance(value, Tensor):
         whole = value.dim() == 0 or value.shape[0] != batch
         return value if whole else value.index_select(0, index.to(value.device))
-    if isinstance(value, ModelOutput):
+    if isinstance(value, dict):
+        # The output of an encoder is one.
         return type(value)(**{name: _take_rows(part, index, batch) for name, part in value.items()})
     if isinstance(value, (list, tuple)):
         return type(value)(_take_rows(part, index, batch) for part in value)

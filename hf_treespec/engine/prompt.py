@@ -62,8 +62,8 @@ class Prompt:
         physical = width if whole == width or (whole is None and not encoder_decoder) else past + width
         if whole is not None and whole not in (width, past + width):
             raise UnsupportedCallError(
-                f"{of}attention_mask is {whole} wide: expected {width} (input_ids hold the whole text) or {past + width} "
-                f"(the cache holds {past} tokens and input_ids the next {width})"
+                f"{of}attention_mask is {whole} wide: expected {width} (input_ids hold the whole text) or "
+                f"{past + width} (the cache holds {past} tokens and input_ids the next {width})"
             )
         if past >= physical:
             raise UnsupportedCallError(
