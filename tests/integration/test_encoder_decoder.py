@@ -49,12 +49,17 @@ def test_the_route_is_found_from_the_model(family: str) -> None:
 @families
 @batches
 @samplings
-@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("maker", ["half_right", "deep", "random_tree"])
 def test_equals_plain(family: str, batch: int, sampling: dict[str, Any], maker: str) -> None:
-    pair = twice(family, source_text(batch), maker=maker, max_new_tokens=24, **sampling)
+    pair = twice(family, source_text(batch), maker=maker, **sampling)
     assert_lively(pair.expected, 1)
-    if maker == "chain" or (maker != "random_tree" and maker != "wrong_chain" and batch == 1):
+    if maker == "deep":
         assert pair.stats.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_any_tree_equals_plain(maker: str) -> None:
+    twice("bart", source_text(3), maker=maker)
 
 
 @families
@@ -95,10 +100,10 @@ def test_rows_equal_their_own_runs(family: str, sampling: dict[str, Any]) -> Non
 
 @families
 @batches
-@pytest.mark.parametrize("maker", ["chain", "half_right", "wide"])
+@pytest.mark.parametrize("maker", ["chain", "half_right"])
 def test_an_end_inside_a_path(family: str, batch: int, maker: str) -> None:
     text = stock(family).generate(**source_text(batch), max_new_tokens=24, do_sample=False, **LIVELY.get(family, {}))
-    for place in (1, 2, 3, 5, 9):
+    for place in (1, 3, 6):
         eos = int(text[0, place])
         pair = twice(family, source_text(batch), maker=maker, truth=text, max_new_tokens=24, eos_token_id=eos, **DICT)
         caches = _compat.cache_from_outputs(pair.expected), _compat.cache_from_outputs(pair.actual)
@@ -106,7 +111,7 @@ def test_an_end_inside_a_path(family: str, batch: int, maker: str) -> None:
 
 
 @families
-@pytest.mark.parametrize("new", [1, 2, 5, 7])
+@pytest.mark.parametrize("new", [1, 2, 7])
 def test_a_budget_inside_a_path(family: str, new: int) -> None:
     text = stock(family).generate(**source_text(1), max_new_tokens=24, do_sample=False, **LIVELY.get(family, {}))
     pair = twice(family, source_text(1), maker="chain", truth=text, max_new_tokens=new)
@@ -204,7 +209,7 @@ class Burst(Exception):
 
 @families
 @batches
-@pytest.mark.parametrize("at", [0, 1, 3])
+@pytest.mark.parametrize("at", [0, 3])
 @pytest.mark.parametrize("place", ["forward", "criterion"])
 def test_an_exception_leaves_a_committed_prefix(family: str, batch: int, at: int, place: str) -> None:
     model, cache = enable(build(family)), pair_of_caches(stock(family))
