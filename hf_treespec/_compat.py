@@ -21,6 +21,7 @@ from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
@@ -32,7 +33,7 @@ from transformers.generation.stopping_criteria import (
     MaxTimeCriteria,
     StopStringCriteria,
 )
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 from transformers.masking_utils import AttentionMaskInterface
 
 from hf_treespec.errors import TreeSpecWarning
@@ -45,6 +46,7 @@ __all__ = [
     "DynamicCache",
     "DynamicLayer",
     "DynamicSlidingWindowLayer",
+    "EncoderDecoderCache",
     "EosTokenCriteria",
     "GenerationMixin",
     "GenerationMode",
@@ -63,15 +65,20 @@ __all__ = [
     "chunks_behind_a_cache",
     "cross_attention_layers",
     "decode_context",
+    "decoder_of",
     "decoder_output",
     "dequantized",
     "embedding_rows",
+    "encoder_width",
     "end_stream",
     "eos_token_ids",
     "exact_tokens",
+    "generation_cache",
     "generation_defaults",
+    "has_alibi",
     "has_process_group",
     "input_device",
+    "is_encoder_decoder",
     "is_offloaded",
     "is_stateful",
     "is_user_defined",
@@ -80,6 +87,7 @@ __all__ = [
     "mask_function_of",
     "mask_length",
     "max_positions",
+    "max_sequence",
     "model_forward",
     "overrides_sampling",
     "pad_token_id",
@@ -177,6 +185,13 @@ def make_cache(config: PreTrainedConfig) -> DynamicCache:
     return DynamicCache(config=config.get_text_config(decoder=True))
 
 
+def generation_cache(model: Any) -> Cache:
+    """The empty cache that `generate` would make for this model; a pair of caches for an encoder-decoder."""
+    kwargs: dict[str, Any] = {}
+    model._prepare_cache_for_generation(GenerationConfig(), kwargs, GenerationMode.GREEDY_SEARCH, 1, 64)
+    return passed_cache(kwargs)  # type: ignore[no-any-return]
+
+
 def supports_dynamic_cache(model: Any) -> bool:
     """Whether `generate` gives this model a `DynamicCache`."""
     return bool(type(model)._supports_default_dynamic_cache())
@@ -226,9 +241,9 @@ def decode_context(model: Any) -> AbstractContextManager[None]:
     return model._optimize_model_for_decode()  # type: ignore[no-any-return]
 
 
-def decoder_output(*, cache: Cache | None, **fields: Any) -> Any:
+def decoder_output(*, cache: Cache | None, encoder_decoder: bool = False, **fields: Any) -> Any:
     """The output class of plain decoding; its cache field is "cache" since 5.24, "past_key_values" before."""
-    make: Any = GenerateDecoderOnlyOutput
+    make: Any = GenerateEncoderDecoderOutput if encoder_decoder else GenerateDecoderOnlyOutput
     names = inspect.signature(make).parameters
     return make(**fields, **{"cache" if "cache" in names else "past_key_values": cache})
 
@@ -248,6 +263,21 @@ def overrides_sampling(model: PreTrainedModel) -> bool:
     """Whether the class of the model has a sampling loop of its own."""
     base: Any = getattr(type(model), "_treespec_base", type(model))
     return not base._sample.__qualname__.startswith("GenerationMixin.")
+
+
+def is_encoder_decoder(model: Any) -> bool:
+    """Whether `generate` runs an encoder once and decodes behind it."""
+    return bool(model.config.is_encoder_decoder)
+
+
+def decoder_of(model: Any) -> nn.Module:
+    """The part of a model that reads the generated tokens."""
+    return model.get_decoder() if is_encoder_decoder(model) else model  # type: ignore[no-any-return]
+
+
+def encoder_width(model: Any) -> int:
+    """Width of the states that the encoder of an encoder-decoder hands over."""
+    return int(model.get_encoder().config.hidden_size)
 
 
 def is_stateful(model: Any) -> bool:
@@ -370,7 +400,18 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 
 def max_positions(model: PreTrainedModel) -> int | None:
     """`max_position_embeddings` of the text part, if its config has one."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    config = model.config.get_text_config(decoder=is_encoder_decoder(model) or None)
+    return getattr(config, "max_position_embeddings", None)
+
+
+def has_alibi(model: PreTrainedModel) -> bool:
+    """Whether the config asks for a bias by distance in the cache, which no position id can move (Falcon)."""
+    return bool(getattr(model.config.get_text_config(), "alibi", False))
+
+
+def max_sequence(model: PreTrainedModel) -> int | None:
+    """`max_seq_len` of the config, for models whose attention bias is a table of that many keys (MPT)."""
+    return getattr(model.config, "max_seq_len", None)
 
 
 def text_part(model: nn.Module) -> nn.Module:

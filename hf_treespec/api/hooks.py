@@ -18,10 +18,10 @@ from hf_treespec.api.assistants import (
 )
 from hf_treespec.api.modes import refuse_modes, refuse_paged
 from hf_treespec.api.outliers import has_shared_outliers
-from hf_treespec.api.support import require_support, unwrap
+from hf_treespec.api.support import is_supported, require_support, unwrap
 from hf_treespec.attention import check_attention
 from hf_treespec.config import TreeConfig
-from hf_treespec.engine import Request, check_settings, generate_with_tree
+from hf_treespec.engine import Request, check_path_settings, check_settings, generate_with_tree
 from hf_treespec.errors import TreeConfigError, UnsupportedCallError
 
 if TYPE_CHECKING:
@@ -102,10 +102,13 @@ def _validate_mode(
     if assistant is not None and not isinstance(assistant, _compat.PreTrainedModel):
         require_support(assistant, "assistant_model")
     mode_kwargs["tree_config"] = with_assistant_settings(config, generation_config, assistant)
-    for part in filter(None, (model, assistant)):
-        check_attention(part, config.attention)
     check_prompt_learning(model)
     require_support(model, "the model")
+    if is_supported(model).route == "paths":
+        check_path_settings(generation_config)
+    for part in filter(None, (model, assistant)):
+        if is_supported(part).route != "paths":
+            check_attention(part, config.attention)
     check_draft(model, config, assistant, mode_kwargs)
     if has_shared_outliers(model):
         _compat.warn_once(
@@ -141,6 +144,7 @@ def _decode(
         tokenizers=tokenizers,
         synced_gpus=bool(kwargs.pop("synced_gpus", False)),
         model_kwargs=kwargs,
+        route=is_supported(model).route,
     )
     return generate_with_tree(model, request, lambda stats: setattr(model, "treespec_stats", stats))
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_treespec import _compat
-from hf_treespec.api.probe import probe
+from hf_treespec.api.probe import probe_masks, probe_paths
 from hf_treespec.cache import layer_kind
 from hf_treespec.errors import UnsupportedModelError
 
@@ -19,6 +19,7 @@ __all__ = ["Support", "is_supported", "require_support", "unwrap"]
 
 _REMEMBERED = 64
 _PROVEN = "a probe tree equals its paths"
+_PROVEN_PATHS = "a probe tree equals its paths when each is a batch row"
 _LOCK = threading.Lock()
 _ANSWERS: OrderedDict[tuple[Any, ...], Support] = OrderedDict()
 
@@ -28,7 +29,8 @@ class Support(NamedTuple):
 
     Attributes:
         ok: whether trees work.
-        route: how they enter the model: "mask", or "refuse".
+        route: how they enter the model: "mask" is one row with a tree mask, "paths" a batch row for each root-to-leaf
+            path, "refuse" not at all.
         reason: what the answer rests on.
     """
 
@@ -60,13 +62,14 @@ def unwrap(model: Any) -> Any:
 
 
 def is_supported(model: Any) -> Support:
-    """Whether `model` can take a tree in one forward.
+    """Whether `model` can take a tree in one forward, and by which route.
 
-    The static part reads class, config and cache layers. Then a probe compares one small tree with its paths, in
-    ten tiny forwards; the answer is kept per class, config, dtype, device type and attention.
+    The static part reads class, config and cache layers. Then a probe compares one small tree with its paths, in a
+    few tiny forwards; the answer is kept per class, config, dtype, device type and attention. A model that takes no
+    tree mask, or whose probe tells that it does not heed it, is probed for the path batch.
 
     Args:
-        model: a causal LM or a wrapper of one. It is not changed.
+        model: a causal LM, an encoder-decoder, or a wrapper of one. It is not changed.
     """
     inner = unwrap(model)
     if not isinstance(inner, PreTrainedModel):
@@ -75,19 +78,40 @@ def is_supported(model: Any) -> Support:
     if static is not None:
         return _refuse(static)
     if any(p.device.type == "meta" for p in inner.parameters()):
-        return Support(
-            True, "mask", "by class, config and cache layers; not probed, parameters are on the meta device"
-        )
+        route = "mask" if _may_take_masks(inner) else "paths"
+        return Support(True, route, "by class, config and cache layers; not probed, parameters are on the meta device")
     with _LOCK:
         key = _key(inner)
         if key not in _ANSWERS:
-            error, final = probe(inner)
+            answer, final = _probed(inner)
             if not final:
-                return _refuse(str(error))
-            _ANSWERS[key] = _refuse(error) if error else Support(True, "mask", _PROVEN + _attention_hint(inner))
+                return answer
+            _ANSWERS[key] = answer
             while len(_ANSWERS) > _REMEMBERED:
                 _ANSWERS.popitem(last=False)
         return _ANSWERS[key]
+
+
+def _probed(model: PreTrainedModel) -> tuple[Support, bool]:
+    """The answer of the probes, and whether it is final."""
+    reasons, final = [], True
+    if _may_take_masks(model):
+        error, final = probe_masks(model)
+        if error is None:
+            return Support(True, "mask", _PROVEN + _attention_hint(model)), True
+        reasons.append(error)
+    error, sure = probe_paths(model)
+    if error is None:
+        return Support(True, "paths", _PROVEN_PATHS), final
+    reasons.append(error)
+    return _refuse("; and path by path, ".join(dict.fromkeys(reasons))), final and sure
+
+
+def _may_take_masks(model: PreTrainedModel) -> bool:
+    """Whether siblings can be given equal positions."""
+    if _compat.is_encoder_decoder(model) or _compat.has_alibi(model):
+        return False
+    return _compat.accepts_position_ids(model)
 
 
 def require_support(model: Any, name: str) -> None:
@@ -123,8 +147,6 @@ def _static_reason(model: PreTrainedModel) -> str | None:
     """Why the model is out without running it, or None."""
     if not model.can_generate():
         return "the model cannot generate"
-    if model.config.is_encoder_decoder:
-        return "encoder-decoder models are not supported"
     if _compat.is_stateful(model):
         return "its state is recurrent and cannot drop rejected nodes"
     if _compat.overrides_sampling(model):
@@ -133,8 +155,6 @@ def _static_reason(model: PreTrainedModel) -> str | None:
         return f"its layers {cross} keep states of another sense in the cache, which are no part of the text"
     if not _compat.supports_dynamic_cache(model):
         return "it does not use a DynamicCache"
-    if not _compat.accepts_position_ids(model):
-        return "its forward takes no position_ids, and siblings need equal positions"
     layers = getattr(_compat.make_cache(model.config), "layers", [])
     odd = sorted({type(layer).__name__ for layer in layers if layer_kind(layer) is None})
     if odd:

@@ -1,6 +1,7 @@
 """Keeping exactly the accepted path in the model's cache."""
 
-from hf_treespec.cache.layers import SLIDING, STATIC, check_cache, layer_kind, needs_equal_rows
+from hf_treespec.cache.layers import SLIDING, STATIC, cache_parts, check_cache, layer_kind, needs_equal_rows
+from hf_treespec.cache.paths import PathCache, PathTransaction
 from hf_treespec.cache.replay import Recorder, replay_commit
 from hf_treespec.cache.rows import CacheTransaction, RowCache, restored_on_error
 from hf_treespec.cache.static import check_windows
@@ -9,8 +10,11 @@ __all__ = [
     "SLIDING",
     "STATIC",
     "CacheTransaction",
+    "PathCache",
+    "PathTransaction",
     "Recorder",
     "RowCache",
+    "cache_parts",
     "check_cache",
     "check_windows",
     "layer_kind",

@@ -7,7 +7,7 @@ from typing import Any
 from hf_treespec import _compat
 from hf_treespec.errors import UnsupportedCallError
 
-__all__ = ["DENSE", "QUANTIZED", "SLIDING", "STATIC", "check_cache", "layer_kind", "needs_equal_rows"]
+__all__ = ["DENSE", "QUANTIZED", "SLIDING", "STATIC", "cache_parts", "check_cache", "layer_kind", "needs_equal_rows"]
 
 DENSE = "dense"
 SLIDING = "sliding"
@@ -29,9 +29,17 @@ def layer_kind(layer: Any) -> str | None:
     return None if kind == SLIDING and layer.sliding_window < 2 else kind
 
 
+def cache_parts(cache: Any) -> tuple[_compat.Cache, ...]:
+    """The caches inside: self-attention first, then cross-attention if the cache is a pair of the two."""
+    if isinstance(cache, _compat.EncoderDecoderCache):
+        return cache.self_attention_cache, cache.cross_attention_cache
+    return (cache,)
+
+
 def needs_equal_rows(cache: Any) -> bool:
     """Whether the cache can hold no gaps, so that all rows must grow by equally many tokens a round."""
-    return any(layer_kind(layer) in (STATIC, QUANTIZED) for layer in getattr(cache, "layers", ()))
+    layers = [layer for part in cache_parts(cache) for layer in getattr(part, "layers", ())]
+    return any(layer_kind(layer) in (STATIC, QUANTIZED) for layer in layers)
 
 
 def check_cache(cache: Any) -> _compat.Cache:
@@ -45,16 +53,17 @@ def check_cache(cache: Any) -> _compat.Cache:
     """
     if not isinstance(cache, _compat.Cache):
         raise UnsupportedCallError(f"cache of type {type(cache).__name__}: expected a transformers Cache")
-    if _compat.is_offloaded(cache):
+    if any(_compat.is_offloaded(part) for part in cache_parts(cache)):
         raise UnsupportedCallError(
             "an offloaded cache moves its layers during the forward and cannot take a tree; pass a DynamicCache, or "
             "leave out cache_implementation"
         )
-    odd = {type(layer).__name__ for layer in cache.layers if layer_kind(layer) is None}
+    odd = {type(layer).__name__ for part in cache_parts(cache) for layer in part.layers if layer_kind(layer) is None}
     # Layers may be made one by one during the first forward, when it is too late to refuse.
-    later = getattr(cache, "layer_class_to_replicate", None)
-    if later is not None and _KINDS.get(later) != DENSE:
-        odd.add(later.__name__)
+    for part in cache_parts(cache):
+        later = getattr(part, "layer_class_to_replicate", None)
+        if later is not None and _KINDS.get(later) != DENSE:
+            odd.add(later.__name__)
     if odd:
         raise UnsupportedCallError(
             f"cache layers of class {', '.join(sorted(odd))} cannot take a tree; expected "

@@ -32,6 +32,7 @@ class Recorder:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self._before = int(layer.get_seq_length())
+        self._rows: Tensor | None = None
         layer.update = self._update
         layer.get_mask_sizes = self._get_mask_sizes
 
@@ -60,9 +61,30 @@ class Recorder:
         """Keys and values: stored slots, then all tree slots, `[B, H, stored + seen, D]`."""
         parts = []
         for name, new in (("keys", self.keys), ("values", self.values)):
-            old = [self.snapshot[name]] if self.stored else []
+            old = []
+            if self.stored:
+                stored = self.snapshot[name]
+                old = [stored if self._rows is None else stored.index_select(0, self._rows.to(stored.device))]
             parts.append(torch.cat([*old, *new], dim=-2))
         return parts[0], parts[1]
+
+    def spread(self, rows_P: Tensor) -> None:
+        """Show row `rows_P[p]` of the stored states as row p to the updates that follow.
+
+        Args:
+            rows_P: int64 `[P]`.
+        """
+        self._rows = rows_P
+
+    def gather(self, chosen_B: Tensor) -> None:
+        """End `spread`: of the tree slots keep, as row b, those of row `chosen_B[b]`.
+
+        Args:
+            chosen_B: int64 `[B]`.
+        """
+        self._rows = None
+        self.keys = [keys.index_select(0, chosen_B.to(keys.device)) for keys in self.keys]
+        self.values = [values.index_select(0, chosen_B.to(values.device)) for values in self.values]
 
     def remove(self) -> None:
         """Give the layer back as it was at the snapshot."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_treespec import _compat
-from hf_treespec.cache.layers import DENSE, QUANTIZED, STATIC, check_cache, layer_kind
+from hf_treespec.cache.layers import DENSE, QUANTIZED, STATIC, cache_parts, check_cache, layer_kind
 from hf_treespec.cache.quantized import QuantizedRecorder, path_limit
 from hf_treespec.cache.replay import Recorder, replay_commit
 from hf_treespec.cache.static import LayerState, capacity, keep_slots, set_static_length
@@ -32,14 +32,19 @@ def restored_on_error(cache: _compat.Cache | None) -> Iterator[None]:
     if cache is None:
         yield
         return
-    layers = list(cache.layers)
-    states = [LayerState(layer) for layer in layers]
+    parts = [(part, list(part.layers)) for part in cache_parts(cache)]
+    states = [LayerState(layer) for _, layers in parts for layer in layers]
+    read = dict(getattr(cache, "is_updated", {}))
     try:
         yield
     except BaseException:
-        cache.layers[:] = layers
+        for part, layers in parts:
+            part.layers[:] = layers
         for state in states:
             state.restore()
+        if isinstance(cache, _compat.EncoderDecoderCache):
+            cache.is_updated.clear()
+            cache.is_updated.update(read)
         raise
 
 
@@ -58,7 +63,7 @@ class RowCache:
         check_cache(cache)
         self.cache = cache
         self.lengths = list(lengths)
-        self._capacity = capacity(cache.layers)
+        self._capacity = capacity(self.layers)
 
     @property
     def room(self) -> int | None:
@@ -68,7 +73,12 @@ class RowCache:
     @property
     def path_limit(self) -> int | None:
         """Depth that a tree must not exceed, or None."""
-        return path_limit(self.cache.layers)
+        return path_limit(self.layers)
+
+    @property
+    def layers(self) -> list[Any]:
+        """Layers that grow with the text."""
+        return cache_parts(self.cache)[0].layers
 
     @property
     def physical(self) -> int:
@@ -126,7 +136,7 @@ class CacheTransaction:
     def __enter__(self) -> CacheTransaction:
         self._lengths = list(self._rows.lengths)
         # `generate` may hand over a cache whose layers appear at the first update; by now they exist.
-        for layer in self._rows.cache.layers:
+        for layer in self._rows.layers:
             kind = layer_kind(layer)
             if kind == DENSE:
                 self._dense.append(LayerState(layer))
@@ -176,6 +186,9 @@ class CacheTransaction:
         source_BL = None if uniform else _sources(before, after, old_gaps, gaps, slots)
         for state in self._dense:
             layer = state.layer
+            if not layer.is_initialized:
+                # A layer that the model never fills: some configs name more layers than the decoder has.
+                continue
             if source_BL is None:
                 # The storage was made by the tree's own `update`, so no older reference sees the writes.
                 for name in ("keys", "values"):

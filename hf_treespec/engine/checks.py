@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hf_treespec import _compat
-from hf_treespec.cache import check_cache
+from hf_treespec.cache import check_cache, needs_equal_rows
 from hf_treespec.errors import UnsupportedCallError
 from hf_treespec.verify import are_pure
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig, PreTrainedModel
 
-__all__ = ["check_inputs", "check_processors", "check_settings"]
+__all__ = ["check_inputs", "check_path_inputs", "check_path_settings", "check_processors", "check_settings"]
 
 # The last ones are old names of "static".
 _CACHE_KINDS = (None, "dynamic", "quantized", "static", "sliding_window", "hybrid", "hybrid_chunked")
@@ -101,4 +101,46 @@ def check_processors(processors: Sequence[object], on_stateful: str) -> None:
             f"TreeConfig(on_stateful_processor='error') with logits processors of class {', '.join(odd)}, which are "
             "not known to be functions of their arguments; with on_stateful_processor='in_step' they are called once "
             "a token, in order, as plain decoding calls them"
+        )
+
+
+def check_path_settings(generation_config: GenerationConfig) -> None:
+    """Refuse settings that only the mask route can serve, for a model that reads trees path by path.
+
+    Raises:
+        UnsupportedCallError: naming the argument and what to do.
+    """
+    kind = generation_config.cache_implementation
+    if kind not in (None, "dynamic"):
+        raise UnsupportedCallError(
+            f"cache_implementation={kind!r} with tree_config: this model reads a tree path by path, which repeats the "
+            "rows of a dynamic cache; leave cache_implementation out"
+        )
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(generation_config, name) and generation_config.return_dict_in_generate:
+            raise UnsupportedCallError(
+                f"{name}=True with tree_config: this model reads a tree path by path, in other rows than plain "
+                f"decoding; leave {name} out, or generate without tree_config"
+            )
+
+
+def check_path_inputs(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:
+    """Refuse a passed-in cache of the other kind: plain decoding would mix up what the two attentions have read.
+
+    Raises:
+        UnsupportedCallError: naming the class that was expected.
+    """
+    cache = _compat.passed_cache(model_kwargs)
+    if cache is None:
+        return
+    pair = _compat.is_encoder_decoder(model)
+    if isinstance(cache, _compat.EncoderDecoderCache) != pair:
+        wanted = "EncoderDecoderCache" if pair else "DynamicCache"
+        raise UnsupportedCallError(
+            f"cache of type {type(cache).__name__} for {type(model).__name__}: expected {wanted}"
+        )
+    if needs_equal_rows(cache):
+        raise UnsupportedCallError(
+            f"cache of type {type(cache).__name__} with layers of a fixed size or quantized ones: "
+            f"{type(model).__name__} reads a tree path by path, which repeats rows of the cache; pass dynamic caches"
         )

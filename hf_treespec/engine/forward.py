@@ -20,7 +20,7 @@ from hf_treespec.tree import TokenTree, layout_trees
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["TargetForward"]
+__all__ = ["TargetForward", "continued_kinds"]
 
 # Passed through `prepare_inputs_for_generation` by the forward itself.
 _OWN_KWARGS = ("attention_mask", "position_ids", "cache", "past_key_values", "logits_to_keep", "inputs_embeds")
@@ -84,7 +84,7 @@ class TargetForward:
                 attention_mask=self._cache.mask(nodes, self._prompt_mask, device),
                 position_ids=positions,
                 **{self._cache_kwarg: self._cache.cache},
-                **self._token_kinds(nodes),
+                **continued_kinds(self._kwargs, nodes),
                 **({"logits_to_keep": 0} if _compat.supports_logits_to_keep(self._model) else {}),
             )
             outputs = self._model(**inputs, return_dict=True)
@@ -93,12 +93,13 @@ class TargetForward:
         logits: Tensor = outputs.logits
         return logits
 
-    def _token_kinds(self, nodes: int) -> dict[str, Any]:
-        """The remaining kwargs, with per-token kinds continued as plain decoding continues them."""
-        kwargs = dict(self._kwargs)
-        for name in ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"):
-            kinds = kwargs.get(name)
-            if kinds is not None:
-                last = torch.zeros_like(kinds[:, -1:]) if name == "mm_token_type_ids" else kinds[:, -1:]
-                kwargs[name] = last.expand(-1, nodes)
-        return kwargs
+
+def continued_kinds(model_kwargs: Mapping[str, Any], nodes: int) -> dict[str, Any]:
+    """Keyword arguments of a call with per-token kinds continued over N nodes, as plain decoding continues them."""
+    kwargs = dict(model_kwargs)
+    for name in ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"):
+        kinds = kwargs.get(name)
+        if kinds is not None:
+            last = torch.zeros_like(kinds[:, -1:]) if name == "mm_token_type_ids" else kinds[:, -1:]
+            kwargs[name] = last.expand(-1, nodes)
+    return kwargs

@@ -13,14 +13,15 @@ from torch import Tensor
 
 from hf_treespec import _compat
 from hf_treespec.attention import attention_for_trees, learned_position_limit, tree_masks
-from hf_treespec.cache import RowCache, check_cache, check_windows, needs_equal_rows, restored_on_error
+from hf_treespec.cache import PathCache, RowCache, check_cache, check_windows, needs_equal_rows, restored_on_error
 from hf_treespec.config import TreeConfig
 from hf_treespec.control import SizePolicy
 from hf_treespec.draft import Draft, ModelDraft, NgramDraft, RetokenizedDraft
-from hf_treespec.engine.checks import check_inputs, check_processors
+from hf_treespec.engine.checks import check_inputs, check_path_inputs, check_processors
 from hf_treespec.engine.forward import TargetForward
 from hf_treespec.engine.guidance import Guidance
 from hf_treespec.engine.outputs import KeptStates
+from hf_treespec.engine.paths import PathForward, path_length_limit
 from hf_treespec.engine.prompt import Prompt
 from hf_treespec.engine.round import RoundRunner
 from hf_treespec.engine.state import GrowingText, StopRules
@@ -57,6 +58,7 @@ class Request:
         streamer: already holds the prompt.
         tokenizers: those of target and draft, if they differ.
         synced_gpus: whether all ranks of the default process group must run the same forwards.
+        route: how trees enter the model: "mask" or "paths".
     """
 
     input_ids: Tensor
@@ -69,6 +71,7 @@ class Request:
     streamer: BaseStreamer | None = None
     tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None
     synced_gpus: bool = False
+    route: str = "mask"
 
 
 def generate_with_tree(
@@ -89,6 +92,7 @@ def generate_with_tree(
     """
     check_inputs(request.input_ids, request.model_kwargs)
     check_processors(request.logits_processor, request.tree_config.on_stateful_processor)
+    check_path_inputs(model, request.model_kwargs)
     stats = TreeStats(batch_size=int(request.input_ids.shape[0]))
     start = time.perf_counter()
     try:
@@ -103,7 +107,8 @@ def generate_with_tree(
 def _prepared(model: PreTrainedModel, request: Request) -> Iterator[None]:
     """Everything that is changed for the length of a call, and given back on every exit."""
     with ExitStack() as stack:
-        stack.enter_context(attention_for_trees(model, request.tree_config.attention))
+        if request.route == "mask" or request.tree_config.attention != "auto":
+            stack.enter_context(attention_for_trees(model, request.tree_config.attention))
         if request.assistant_model is not None and request.assistant_model is not model:
             stack.enter_context(attention_for_trees(request.assistant_model, request.tree_config.attention))
         stack.enter_context(tree_masks())
@@ -122,14 +127,17 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
     wanted_states = KeptStates.wanted(generation)
     passed = _compat.passed_cache(request.model_kwargs)
     rules = StopRules.of(request.stopping_criteria)
-    prompt = Prompt.of(request.input_ids, request.model_kwargs, generation)
+    encoder_decoder = _compat.is_encoder_decoder(model)
+    prompt = Prompt.of(request.input_ids, request.model_kwargs, generation, encoder_decoder=encoder_decoder)
     # The last token is never written.
     check_windows(passed, None if rules.max_length is None else prompt.slots(rules.max_length) - 1)
     stats.prompt_tokens = sum(prompt.real_tokens)
     guidance, processors = Guidance.start(model, request.logits_processor, request.input_ids, prompt.last_positions)
     # Rows may run apart only if nothing outside their own text can tell (or ask for whole steps).
+    # A gap would shift the positions of a model that counts them by its cache.
     in_step = batch == 1 or not (
-        rules.rowwise
+        request.route == "mask"
+        and rules.rowwise
         and (rules.has_eos or not rules.others)
         and are_pure(processors)
         and request.streamer is None
@@ -170,13 +178,13 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
     stats.new_tokens += batch
     stats.prefill_seconds = time.perf_counter() - start
 
-    rows = RowCache(cache, [_compat.cache_length(cache)] * batch)
-    last_positions: list[int] = prompt.last_positions.reshape(-1, batch).amax(0).tolist()
+    rows, forward = _target(model, request, cache, prompt, states)
+    last_positions, position_limit = _positions(model, request, cache, prompt)
     if guidance is not None:
         last_positions = [max(pair) for pair in zip(last_positions, guidance.last_positions, strict=True)]
     runner = RoundRunner(
         text=text,
-        forward=TargetForward(model, rows, prompt.last_positions, prompt.mask_BP, request.model_kwargs, states),
+        forward=forward,
         last_positions=last_positions,
         cache=rows,
         draft=draft,
@@ -185,7 +193,7 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
         noise=noise,
         stats=stats,
         in_step=in_step,
-        position_limit=learned_position_limit(model, _compat.max_positions(model)),
+        position_limit=position_limit,
         states=states,
         batched_choice=device.type != "cpu" and not keep_scores and are_length_free(processors),
         guidance=guidance,
@@ -209,8 +217,33 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
         logits=text.steps("logits"),
         cache=cache,
         **(states.fields() if states else {}),
+        encoder_decoder=encoder_decoder,
     )
     return output
+
+
+def _target(
+    model: PreTrainedModel, request: Request, cache: _compat.Cache, prompt: Prompt, states: KeptStates | None
+) -> tuple[RowCache, TargetForward | PathForward]:
+    """The cache of the rounds and their forward, by the route of the call."""
+    lengths = [_compat.cache_length(cache)] * int(request.input_ids.shape[0])
+    if request.route == "paths":
+        paths = PathCache(cache, lengths)
+        return paths, PathForward(model, paths, prompt, request.model_kwargs)
+    rows = RowCache(cache, lengths)
+    return rows, TargetForward(model, rows, prompt.last_positions, prompt.mask_BP, request.model_kwargs, states)
+
+
+def _positions(
+    model: PreTrainedModel, request: Request, cache: _compat.Cache, prompt: Prompt
+) -> tuple[list[int], int | None]:
+    """Per row the position of the last prompt token, and the first position that the model cannot read."""
+    batch = int(request.input_ids.shape[0])
+    if request.route == "paths":
+        # Padding counts: it takes up slots of the cache.
+        return [_compat.cache_length(cache) - 1] * batch, path_length_limit(model)
+    limit = learned_position_limit(model, _compat.max_positions(model))
+    return prompt.last_positions.reshape(-1, batch).amax(0).tolist(), limit
 
 
 def _noise(config: TreeConfig, vocab: int, device: torch.device, prompts: list[list[int]]) -> GumbelNoise:

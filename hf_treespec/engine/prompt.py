@@ -47,15 +47,24 @@ class Prompt:
         return length + self.physical - self.ids_width
 
     @classmethod
-    def of(cls, input_ids: Tensor, model_kwargs: Mapping[str, Any], generation_config: GenerationConfig) -> Prompt:
-        """Read it off the prepared call.
+    def of(
+        cls,
+        input_ids: Tensor,
+        model_kwargs: Mapping[str, Any],
+        generation_config: GenerationConfig,
+        *,
+        encoder_decoder: bool = False,
+    ) -> Prompt:
+        """Read it off the prepared call; for an encoder-decoder it is the prompt of the decoder.
 
         Raises:
             UnsupportedCallError: if mask, embeddings, position ids or a passed-in cache do not fit the ids.
         """
         batch, width = input_ids.shape
-        embeds = model_kwargs.get("inputs_embeds")
-        mask = model_kwargs.get("attention_mask")
+        of = "decoder_" if encoder_decoder else ""
+        # Embeddings of an encoder's text are no part of what the decoder reads.
+        embeds = None if encoder_decoder else model_kwargs.get("inputs_embeds")
+        mask = model_kwargs.get(f"{of}attention_mask")
         _check_mask(mask, batch)
         cache = _compat.passed_cache(dict(model_kwargs))
         past = _compat.cache_length(cache) if cache is not None else 0
@@ -64,11 +73,12 @@ class Prompt:
             # They always hold the whole text; ids may name it, or a part of it, or nothing.
             width = _embedded(embeds, batch, whole)
         # As in the prefill of `generate`: a mask as wide as the ids means that the ids are the whole text.
-        physical = width if whole is None or whole == width else past + width
+        # A decoder has no mask by default, and is then given the ids as they are.
+        physical = width if whole == width or (whole is None and not encoder_decoder) else past + width
         if whole is not None and whole not in (width, past + width):
             raise UnsupportedCallError(
-                f"attention_mask is {whole} wide: expected {width} (input_ids hold the whole text) or {past + width} "
-                f"(the cache holds {past} tokens and input_ids the next {width})"
+                f"{of}attention_mask is {whole} wide: expected {width} (input_ids hold the whole text) or "
+                f"{past + width} (the cache holds {past} tokens and input_ids the next {width})"
             )
         if past >= physical:
             raise UnsupportedCallError(
@@ -91,11 +101,11 @@ class Prompt:
         else:
             empty = [row for row, any_real in enumerate((mask[:, -width:] != 0).any(-1).tolist()) if not any_real]
             if empty:
-                raise UnsupportedCallError(f"attention_mask masks every token of rows {empty}; each row needs one")
+                raise UnsupportedCallError(f"{of}attention_mask masks every token of rows {empty}; each row needs one")
             # Ids beside embeddings are the end of the text; more ids than embeddings have no flag and count as real.
             flags = [[True] * (len(r) - len(fs)) + fs for r, fs in zip(ids, _last(mask != 0, ids), strict=True)]
             known = [[t for t, f in zip(r, fs, strict=True) if f] for r, fs in zip(ids, flags, strict=True)]
-        positions = model_kwargs.get("position_ids")
+        positions = model_kwargs.get(f"{of}position_ids")
         if positions is None:
             positions = torch.tensor([[n - 1] for n in real], device=input_ids.device)
         return cls(

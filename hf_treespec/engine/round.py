@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from torch import Tensor
@@ -11,7 +11,6 @@ from torch import Tensor
 from hf_treespec.cache import RowCache
 from hf_treespec.control import SizePolicy
 from hf_treespec.draft import Draft
-from hf_treespec.engine.forward import TargetForward
 from hf_treespec.engine.guidance import Guidance
 from hf_treespec.engine.outputs import KeptStates
 from hf_treespec.engine.state import GrowingText
@@ -27,7 +26,7 @@ class RoundRunner:
 
     Args:
         text: the growing text.
-        forward: target forward.
+        forward: logits `[B, N, V]` of trees and of how far their roots lie behind the prompt.
         cache: the target's cache.
         draft: source of trees.
         policy: size policy.
@@ -46,7 +45,7 @@ class RoundRunner:
         self,
         *,
         text: GrowingText,
-        forward: TargetForward,
+        forward: Callable[[Sequence[TokenTree], Sequence[int]], Tensor],
         cache: RowCache,
         draft: Draft,
         policy: SizePolicy,

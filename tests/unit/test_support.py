@@ -13,6 +13,8 @@ from torch import nn
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -64,6 +66,16 @@ class CountingPositionsLlama(Llama):
         return super().forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
 
 
+class MixingLlama(ForgetfulLlama):
+    """Overlooks the mask of a tree, and its rows look at one another."""
+
+    @functools.wraps(Llama.forward)
+    def forward(self, input_ids: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        outputs = super().forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+        outputs.logits = outputs.logits + outputs.logits.sum(0, keepdim=True)
+        return outputs
+
+
 class RaisingLlama(Llama):
     @functools.wraps(Llama.forward)
     def forward(self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
@@ -108,29 +120,40 @@ def test_models_that_take_a_tree(name: str) -> None:
     assert is_supported(SUPPORTED[name]()) == Support(True, "mask", "a probe tree equals its paths")
 
 
+BY_PATHS: dict[str, Callable[[], Any]] = {
+    "encoder": lambda: T5ForConditionalGeneration(
+        T5Config(vocab_size=37, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    ),
+    "alibi": lambda: BloomForCausalLM(BloomConfig(vocab_size=37, hidden_size=16, n_layer=1, n_head=2)),
+    "alibi with positions": lambda: FalconForCausalLM(
+        FalconConfig(vocab_size=37, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, alibi=True)
+    ),
+    "own mask": lambda: llama(ForgetfulLlama),
+    "own positions": lambda: llama(CountingPositionsLlama),
+}
+
+
+@pytest.mark.parametrize("name", BY_PATHS)
+def test_models_that_read_a_tree_path_by_path(name: str) -> None:
+    reason = "a probe tree equals its paths when each is a batch row"
+    assert is_supported(BY_PATHS[name]()) == Support(True, "paths", reason)
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no model": (lambda: nn.Linear(2, 2), "Linear is no transformers PreTrainedModel"),
     "none": (lambda: None, "NoneType is no transformers PreTrainedModel"),
     "no head": (lambda: LlamaModel(LlamaConfig(**SIZES)), "the model cannot generate"),
-    "encoder": (
-        lambda: T5ForConditionalGeneration(
-            T5Config(vocab_size=37, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
-        ),
-        "encoder-decoder",
-    ),
     "recurrent": (
         lambda: MambaForCausalLM(MambaConfig(vocab_size=37, hidden_size=8, state_size=2, num_hidden_layers=1)),
         "recurrent",
     ),
-    "alibi": (
-        lambda: BloomForCausalLM(BloomConfig(vocab_size=37, hidden_size=16, n_layer=1, n_head=2)),
-        "takes no position_ids",
-    ),
     "own loop": (lambda: llama(LoopingLlama), "decoding loop of its own"),
     "own cache": (lambda: llama(CachelessLlama), "does not use a DynamicCache"),
     "mixed layers": (with_recurrent_layer, "layers of class LinearAttentionLayer, which cannot drop rejected nodes"),
-    "own mask": (lambda: llama(ForgetfulLlama), "does not build its masks or positions from the mask registry"),
-    "own positions": (lambda: llama(CountingPositionsLlama), "off by"),
+    "mixed rows": (
+        lambda: llama(MixingLlama),
+        "it does not read the paths of a tree as batch rows alike",
+    ),
     "four tokens": (lambda: llama(vocab_size=4), "its vocabulary of 4 ids is too small for the probe"),
     "raises": (lambda: llama(RaisingLlama), "the probe forward raised KeyError: 'needs pixels'"),
 }
@@ -156,6 +179,23 @@ def test_the_wrong_models_above_are_right_on_a_plain_text() -> None:
     for cls in (ForgetfulLlama, CountingPositionsLlama):
         found = llama(cls)(input_ids=ids, position_ids=torch.arange(5)[None]).logits
         torch.testing.assert_close(found, wanted)
+
+
+def test_an_exception_under_masks_is_not_remembered_for_paths() -> None:
+    class OnceRaisingLlama(MoodyLlama):
+        """Fails in the first probe only."""
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super().forward(*args, **kwargs)
+            finally:
+                self.error = None
+
+    OnceRaisingLlama.forward = functools.wraps(Llama.forward)(OnceRaisingLlama.forward)
+    model = llama(OnceRaisingLlama)
+    model.error = RuntimeError("device busy")
+    assert is_supported(model).route == "paths"
+    assert is_supported(model).route == "mask"
 
 
 def test_parameters_on_the_meta_device_are_not_run() -> None:

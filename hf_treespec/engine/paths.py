@@ -1,0 +1,160 @@
+"""The target forward of a round as a path batch, for models that take no tree mask, behind an encoder or not.
+
+Siblings of a tree have equal positions. A model that counts positions by its cache, or has a bias by distance in the
+cache, cannot be told so; but it reads each root-to-leaf path as a batch row of its own just as plain decoding would.
+Shorter paths are padded at the right: attention is causal, so that nothing before the padding can tell.
+
+Shapes: B rows, N nodes with the root, P paths of all rows, T tokens of the longest path, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hf_treespec import _compat
+from hf_treespec.attention import learned_position_limit
+from hf_treespec.cache import PathCache
+from hf_treespec.engine.forward import continued_kinds
+from hf_treespec.engine.prompt import Prompt
+from hf_treespec.tree import TokenTree
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["PathForward", "PathPlan", "path_length_limit", "plan_paths"]
+
+# Made anew for every forward; the plain names of an encoder-decoder speak of its encoder.
+_OWN_KWARGS = ("cache", "past_key_values", "logits_to_keep", "inputs_embeds")
+_OF_DECODER = ("attention_mask", "position_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class PathPlan:
+    """The paths of a batch of trees.
+
+    Args:
+        tokens_PT: int64, tokens of each path from the root on; padding repeats the root's.
+        sources: per path its batch row, ascending.
+        home: per row and node the index of the first path through the node.
+        depths: per row and node its depth.
+    """
+
+    tokens_PT: Tensor
+    sources: list[int]
+    home: list[list[int]]
+    depths: list[list[int]]
+
+    def logits_of_nodes(self, logits_PTV: Tensor) -> Tensor:
+        """`[B, N, V]` of the nodes; rows with fewer nodes repeat their root's."""
+        nodes = max(len(row) for row in self.home)
+        paths, places = (
+            torch.tensor([[*row, *[row[0]] * (nodes - len(row))] for row in table], device=logits_PTV.device)
+            for table in (self.home, self.depths)
+        )
+        return logits_PTV[paths, places]
+
+
+def plan_paths(trees: Sequence[TokenTree]) -> PathPlan:
+    """Lay out every root-to-leaf path of every tree as a row.
+
+    Args:
+        trees: one per batch row.
+    """
+    rows: list[list[int]] = []
+    sources: list[int] = []
+    home: list[list[int]] = []
+    for row, tree in enumerate(trees):
+        through = [-1] * len(tree)
+        for leaf in (node for node in range(len(tree)) if not tree.children(node)):
+            node = leaf
+            while node >= 0 and through[node] < 0:
+                through[node] = len(rows)
+                node = tree.parents[node]
+            rows.append(tree.path_tokens(leaf))
+            sources.append(row)
+        home.append(through)
+    width = max(len(path) for path in rows)
+    tokens = torch.tensor([path + [path[0]] * (width - len(path)) for path in rows])
+    return PathPlan(tokens, sources, home, [list(tree.depths) for tree in trees])
+
+
+def path_length_limit(model: PreTrainedModel) -> int | None:
+    """First cache slot that the model cannot read, because a table of positions or of biases ends; or None."""
+    limits = (
+        learned_position_limit(_compat.decoder_of(model), _compat.max_positions(model)),
+        _compat.max_sequence(model),
+    )
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+class PathForward:
+    """Scores every node of one tree per row, path by path.
+
+    Args:
+        model: the target.
+        cache: its cache; each forward is made in an open transaction of it.
+        prompt: padding and positions of the prompt; of the decoder's, for an encoder-decoder.
+        model_kwargs: the keyword arguments of the call, passed on as plain decoding passes them.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, cache: PathCache, prompt: Prompt, model_kwargs: Mapping[str, Any]
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._prompt = prompt
+        self._prefix = "decoder_" if _compat.is_encoder_decoder(model) else ""
+        own = {*_OWN_KWARGS, *(self._prefix + name for name in _OF_DECODER)}
+        self._kwargs = {key: value for key, value in model_kwargs.items() if key not in own}
+        # As in plain decoding: positions are told to models that take them, or if the caller has told some.
+        self._tells_positions = model_kwargs.get(f"{self._prefix}position_ids") is not None or (
+            not self._prefix and _compat.accepts_position_ids(model)
+        )
+        self._cache_kwarg = _compat.cache_kwarg(model)
+
+    def __call__(self, trees: Sequence[TokenTree], ahead: Sequence[int]) -> Tensor:
+        """Logits `[B, N, V]` of all nodes.
+
+        Args:
+            trees: one per row.
+            ahead: per row, how many positions its root lies behind the last prompt token.
+        """
+        device = self._model.device
+        plan = plan_paths(trees)
+        width = plan.tokens_PT.shape[1]
+        self._cache.spread(plan.sources, plan.home)
+        own: dict[str, Any] = {"attention_mask": self._cache.mask(width, self._prompt.mask_BP, device)}
+        if self._tells_positions:
+            first = self._prompt.last_positions.to(device) + torch.tensor(ahead, device=device)[:, None]
+            own["position_ids"] = first + torch.arange(width, device=device)
+        inputs = {**continued_kinds(self._kwargs, width), **{self._prefix + name: own[name] for name in own}}
+        if plan.sources != list(range(len(trees))):
+            index = torch.tensor(plan.sources)
+            positions = inputs.pop(f"{self._prefix}position_ids", None)
+            inputs = {name: _take_rows(value, index, len(trees)) for name, value in inputs.items()}
+            if positions is not None:
+                inputs[f"{self._prefix}position_ids"] = positions.index_select(-2, index.to(positions.device))
+        if _compat.supports_logits_to_keep(self._model):
+            inputs["logits_to_keep"] = 0
+        inputs[self._cache_kwarg] = self._cache.cache
+        prepared = _compat.prepare_inputs(self._model, plan.tokens_PT.to(device), **inputs)
+        outputs = self._model(**prepared, return_dict=True)
+        return plan.logits_of_nodes(outputs.logits)
+
+
+def _take_rows(value: Any, index: Tensor, batch: int) -> Any:
+    """Rows `index` of every tensor in an argument that has one row per batch row."""
+    if isinstance(value, Tensor):
+        whole = value.dim() == 0 or value.shape[0] != batch
+        return value if whole else value.index_select(0, index.to(value.device))
+    if isinstance(value, dict):
+        # The output of an encoder is one.
+        return type(value)(**{name: _take_rows(part, index, batch) for name, part in value.items()})
+    if isinstance(value, (list, tuple)):
+        return type(value)(_take_rows(part, index, batch) for part in value)
+    return value
