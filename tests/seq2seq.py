@@ -149,7 +149,10 @@ def twice(
     call = {"do_sample": False, "max_new_tokens": 20, **LIVELY.get(family, {}), **inputs, **arguments}
     first = next(iter(inputs.values()))
     rows = len(first) * call.get("num_return_sequences", 1)
-    with gumbel_multinomial(config.seed or 0, torch.ones(rows, begin, dtype=torch.long), VOCAB):
+    # The noise goes by the prompt of the decoder.
+    with torch.random.fork_rng(devices=[]):
+        shown = ids_of(plain_model.generate(**{**call, "max_new_tokens": 1}, **fresh()))[:, :begin]
+    with gumbel_multinomial(config.seed or 0, shown.tolist(), [begin] * rows, VOCAB):
         expected = plain_model.generate(**call, **plain)
     known = (ids_of(expected) if truth is None else truth).tolist()
     source = Source(MAKERS[maker], seed=1, vocab=VOCAB, truth=known)

@@ -26,6 +26,7 @@ from hf_treespec.engine.prompt import Prompt
 from hf_treespec.engine.round import RoundRunner
 from hf_treespec.engine.state import GrowingText, StopRules
 from hf_treespec.engine.synced import in_lockstep
+from hf_treespec.errors import UnsupportedCallError
 from hf_treespec.stats import TreeStats
 from hf_treespec.verify import Decider, GumbelNoise, NodeScorer, are_length_free, are_pure, text_streams
 
@@ -82,7 +83,7 @@ def generate_with_tree(
     Args:
         model: the target.
         request: the prepared call.
-        report: receives the statistics, also when the call ends by an exception.
+        report: receives the statistics, also when the call ends by an exception, unless it is refused.
 
     Returns:
         What plain decoding would return for the same call.
@@ -95,12 +96,17 @@ def generate_with_tree(
     check_path_inputs(model, request.model_kwargs)
     stats = TreeStats(batch_size=int(request.input_ids.shape[0]))
     start = time.perf_counter()
+    refused = False
     try:
         with _prepared(model, request):
             return _decode(model, request, stats, start)
+    except UnsupportedCallError:
+        refused = True
+        raise
     finally:
         stats.total_seconds = time.perf_counter() - start
-        report(stats)
+        if not refused:
+            report(stats)
 
 
 @contextmanager

@@ -54,15 +54,16 @@ CALLS: dict[str, dict[str, Any]] = {
 def both(batch: int, maker: str, frames: int, **call: Any) -> tuple[Any, Any, PreTrainedModel]:
     """What the call returns without and with a tree; noise counts the tokens of the decoder."""
     plain, model = whisper(), enable(whisper())
-    begin: list[int] = []
+    begin: list[Tensor] = []
     hook = plain.register_forward_pre_hook(
-        lambda _, args, kwargs: begin.append(kwargs["decoder_input_ids"].shape[1]), with_kwargs=True
+        lambda _, args, kwargs: begin.append(kwargs["decoder_input_ids"]), with_kwargs=True
     )
     plain.generate(audio(1), **{**call, "temperature": None, "num_return_sequences": 1, "max_new_tokens": 1})
     hook.remove()
     rows = batch * call.get("num_return_sequences", 1)
-    width = begin[-1]
-    with gumbel_multinomial(OFF.seed or 0, torch.ones(rows, width, dtype=torch.long), VOCAB):
+    width = begin[-1].shape[1]
+    # The noise goes by the prompt of the decoder, which is the same for all rows.
+    with gumbel_multinomial(OFF.seed or 0, begin[-1][:1].tolist() * rows, [width] * rows, VOCAB):
         expected = plain.generate(audio(batch, frames), **call)
     text = expected if isinstance(expected, Tensor) else expected["sequences"]
     known = [[0] * width + row for row in text.tolist()]
