@@ -151,7 +151,7 @@ def twice(
     rows = len(first) * call.get("num_return_sequences", 1)
     # The noise goes by the prompt of the decoder.
     with torch.random.fork_rng(devices=[]):
-        shown = ids_of(plain_model.generate(**{**call, "max_new_tokens": 1}, **fresh()))[:, :begin]
+        shown = ids_of(plain_model.generate(**{**call, "max_new_tokens": 1}))[:, :begin]
     with gumbel_multinomial(config.seed or 0, shown.tolist(), [begin] * rows, VOCAB):
         expected = plain_model.generate(**call, **plain)
     known = (ids_of(expected) if truth is None else truth).tolist()

@@ -124,7 +124,7 @@ def check_path_settings(generation_config: GenerationConfig) -> None:
             )
 
 
-def check_path_inputs(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:
+def check_path_inputs(model: PreTrainedModel, model_kwargs: dict[str, Any], route: str) -> None:
     """Refuse a passed-in cache of the other kind: plain decoding would mix up what the two attentions have read.
 
     Raises:
@@ -139,7 +139,7 @@ def check_path_inputs(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> N
         raise UnsupportedCallError(
             f"cache of type {type(cache).__name__} for {type(model).__name__}: expected {wanted}"
         )
-    if needs_equal_rows(cache):
+    if route == "paths" and needs_equal_rows(cache):
         raise UnsupportedCallError(
             f"cache of type {type(cache).__name__} with layers of a fixed size or quantized ones: "
             f"{type(model).__name__} reads a tree path by path, which repeats rows of the cache; pass dynamic caches"

@@ -93,7 +93,7 @@ def generate_with_tree(
     """
     check_inputs(request.input_ids, request.model_kwargs)
     check_processors(request.logits_processor, request.tree_config.on_stateful_processor)
-    check_path_inputs(model, request.model_kwargs)
+    check_path_inputs(model, request.model_kwargs, request.route)
     stats = TreeStats(batch_size=int(request.input_ids.shape[0]))
     start = time.perf_counter()
     refused = False

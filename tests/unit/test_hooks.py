@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LogitsProcessor, LogitsProcessorList, MambaConfig, MambaForCausalLM, StaticCache
+from transformers import DynamicCache, LlamaConfig, LogitsProcessor, LogitsProcessorList, MambaConfig, MambaForCausalLM
 from transformers import LlamaForCausalLM as Llama
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -91,25 +91,15 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "bad draft": ({"assistant_model": mamba()}, UnsupportedModelError, r"assistant_model \(MambaForCausalLM\) cannot"),
     "no cache": ({"use_cache": False}, UnsupportedCallError, "use_cache=False with tree_config"),
     "ranks": ({"synced_gpus": True}, UnsupportedCallError, "synced_gpus=True with tree_config.*init_process_group"),
-    "hidden": (
-        {"output_hidden_states": True, "return_dict_in_generate": True},
-        UnsupportedCallError,
-        "output_hidden_states=True with tree_config",
-    ),
-    "attentions": (
-        {"output_attentions": True, "return_dict_in_generate": True},
-        UnsupportedCallError,
-        "output_attentions=True with tree_config",
-    ),
     "embeddings": (
         {"inputs_embeds": torch.zeros(1, 99, 16)},
         UnsupportedCallError,
         "wide and inputs_embeds hold 99 tokens",
     ),
-    "static": (
-        {"cache_implementation": "static"},
+    "offloaded": (
+        {"cache_implementation": "offloaded"},
         UnsupportedCallError,
-        "cache_implementation='static' with tree_config",
+        "cache_implementation='offloaded' with tree_config",
     ),
 }
 
@@ -117,9 +107,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_calls_that_cannot_be_right_are_refused_before_any_forward(case: str, model: Llama) -> None:
     options, error, message = REFUSED[case]
-    if case in ("hidden", "attentions"):
-        model.set_attn_implementation("eager")
-        assert is_supported(model)  # the probe of a new attention is no forward of the call
     widths = count_forwards(model)
     with pytest.raises(error, match=message):
         say(model, **options)
@@ -127,9 +114,9 @@ def test_calls_that_cannot_be_right_are_refused_before_any_forward(case: str, mo
 
 
 def test_a_cache_that_cannot_take_a_tree_is_refused_under_either_name(model: Llama) -> None:
-    cache = StaticCache(config=model.config, max_cache_len=32)
+    cache = DynamicCache(config=model.config, offloading=True)
     widths = count_forwards(model)
-    with pytest.raises(UnsupportedCallError, match="class StaticLayer cannot take a tree"):
+    with pytest.raises(UnsupportedCallError, match="an offloaded cache moves its layers"):
         say(model, **{_compat.cache_kwarg(model): cache})
     assert widths == []
 
