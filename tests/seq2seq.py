@@ -58,7 +58,6 @@ _KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
     "whisper": (
         WhisperConfig, WhisperForConditionalGeneration,
-        # More layers in the encoder than in the decoder: the cache gets layers that stay empty.
         {**_BART, "encoder_layers": 3, "max_source_positions": 20, "max_target_positions": 48, "num_mel_bins": 8,
          "decoder_start_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None},
     ),

@@ -203,6 +203,17 @@ def test_a_passed_in_cache_is_the_same_object_and_goes_on(family: str, batch: in
     assert_same_caches(theirs, ours)
 
 
+def test_a_cache_with_layers_that_the_decoder_never_fills() -> None:
+    config = copy.deepcopy(stock("bart").config)
+    config.decoder_layers = 4
+
+    def fresh() -> dict[str, Any]:
+        return cache_argument(EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config)))
+
+    pair = twice("bart", source_text(3), fresh=fresh, return_dict_in_generate=True)
+    assert len(_compat.cache_from_outputs(pair.actual).self_attention_cache.layers) == 4
+
+
 class Burst(Exception):
     pass
 
@@ -259,7 +270,9 @@ def test_an_exception_leaves_a_committed_prefix(family: str, batch: int, at: int
 @batches
 def test_up_to_the_end_of_the_positions(family: str, batch: int) -> None:
     limit = stock(family).config.max_position_embeddings
-    pair = twice(family, source_text(batch), maker="chain", config=BUSHES, max_new_tokens=limit)
+    # The budget allows more than the table: a tree must not look past its end.
+    end = {"stopping_criteria": [lambda ids, scores: torch.full((batch,), ids.shape[1] > limit)]}
+    pair = twice(family, source_text(batch), maker="half_right", max_new_tokens=2 * limit, **end)
     assert pair.actual.shape[1] == limit + 1
 
 
