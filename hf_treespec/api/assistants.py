@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hf_treespec import _compat
-from hf_treespec.api.support import require_support
+from hf_treespec.api.support import is_supported, require_support
 from hf_treespec.config import TreeConfig
 from hf_treespec.errors import UnsupportedCallError
 
@@ -46,6 +46,11 @@ def check_draft(
     if assistant is None:
         return
     require_support(assistant, "assistant_model")
+    if is_supported(assistant).route != "mask":
+        raise UnsupportedCallError(
+            f"assistant_model is a {type(assistant).__name__}, which takes no tree mask and cannot draft trees; pass "
+            "a draft model that does, or leave assistant_model out to draft from the text by n-grams"
+        )
     kind = _prompt_learning(mode_kwargs.get("assistant_model"))
     if kind is not None:
         _compat.warn_once(

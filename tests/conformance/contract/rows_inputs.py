@@ -50,11 +50,11 @@ def last_positions(side: Side) -> Any:
     return side.generate(ids, mask, family="gpt2", max_new_tokens=12, helper="twin")
 
 
-def own(make: Callable[[], Any], **call: Any) -> Callable[[Side], Any]:
+def own(make: Callable[[], Any], *, helper: str = "", **call: Any) -> Callable[[Side], Any]:
     def run(side: Side) -> Any:
         model = make()
-        helper = perturbed(model, 0.02)
-        return side.generate(*prompt("llama", 1), model=side.on(model), helper=helper, **call)
+        drafts = helper or perturbed(model, 0.02)
+        return side.generate(*prompt("llama", 1), model=side.on(model), helper=drafts, **call)
 
     return run
 
@@ -75,11 +75,10 @@ def embeds(side: Side, *, with_ids: bool, helper: str = "perturbed") -> Any:
 
 def speech(side: Side) -> Any:
     model = models.whisper()
-    helper = perturbed(model, 0.02)
     generator = torch.Generator().manual_seed(2)
     features = torch.randn(1, 8, 40, generator=generator)
     return side.generate(
-        model=side.on(model), helper=helper, input_features=features,
+        model=side.on(model), helper="lookup", input_features=features,
         attention_mask=torch.ones(1, 40, dtype=torch.long), return_timestamps=False,
     )  # fmt: skip
 
@@ -155,14 +154,15 @@ ROWS = section(
     ("a 4D mask", square_mask),
     ("position_ids with an offset", offset_positions),
     ("learned positions up to the last one", last_positions),
-    ("alibi (Bloom)", own(models.bloom), "alibi is built from a 2D mask"),
+    ("alibi (Bloom)", own(models.bloom, helper="lookup"), "read path by path"),
     ("token_type_ids", token_types),
     ("mm_token_type_ids on a model that has none", image_kinds),
     Row("1.4", "inputs_embeds alone", lambda side: embeds(side, with_ids=False), also="0.3 loud"),
     ("inputs_embeds alone, prompt lookup", lambda side: embeds(side, with_ids=False, helper="lookup")),
     ("inputs_embeds and input_ids", lambda side: embeds(side, with_ids=True)),
-    ("encoder-decoder: T5", own(models.t5)),
-    ("encoder-decoder: BART", own(models.bart)),
+    ("encoder-decoder: T5", own(models.t5, helper="lookup")),
+    ("encoder-decoder: BART", own(models.bart, helper="lookup")),
+    ("an encoder-decoder as assistant (T5)", own(models.t5)),
     ("encoder-decoder: Whisper", speech),
     ("multimodal prefill (Llava)", image),
     ("token_healing", healed),
