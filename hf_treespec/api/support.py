@@ -74,22 +74,24 @@ def is_supported(model: Any) -> Support:
     inner = unwrap(model)
     if not isinstance(inner, PreTrainedModel):
         return _refuse(f"{type(inner).__name__} is no transformers PreTrainedModel")
-    static = _static_reason(inner)
-    if static is not None:
-        return _refuse(static)
-    if any(p.device.type == "meta" for p in inner.parameters()):
-        route = "mask" if _may_take_masks(inner) else "paths"
-        return Support(True, route, "by class, config and cache layers; not probed, parameters are on the meta device")
     with _LOCK:
         key = _key(inner)
-        if key not in _ANSWERS:
-            answer, final = _probed(inner)
-            if not final:
-                return answer
+        if key in _ANSWERS:
+            return _ANSWERS[key]
+        static = _static_reason(inner)
+        if static is not None:
+            return _refuse(static)
+        if any(p.device.type == "meta" for p in inner.parameters()):
+            route = "mask" if _may_take_masks(inner) else "paths"
+            return Support(
+                True, route, "by class, config and cache layers; not probed, parameters are on the meta device"
+            )
+        answer, final = _probed(inner)
+        if final:
             _ANSWERS[key] = answer
             while len(_ANSWERS) > _REMEMBERED:
                 _ANSWERS.popitem(last=False)
-        return _ANSWERS[key]
+        return answer
 
 
 def _probed(model: PreTrainedModel) -> tuple[Support, bool]:

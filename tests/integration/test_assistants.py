@@ -27,7 +27,7 @@ NEW = 16
 
 @pytest.fixture(autouse=True)
 def said_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_compat, "_WARNED", set())
+    monkeypatch.setattr(_compat.warning, "_WARNED", set())
 
 
 def compare(plain: Any, model: Any, batch: int, **call: Any) -> Any:

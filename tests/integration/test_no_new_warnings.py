@@ -71,7 +71,7 @@ def said(model: PreTrainedModel, call: dict[str, Any]) -> list[str]:
     """What a call says by either way, in order."""
     # Each is said once a process.
     sys.modules["transformers.utils.logging"].warning_once.cache_clear()
-    _compat._WARNED.clear()
+    _compat.warning._WARNED.clear()
     kept, logger = Kept(), logging.getLogger("transformers")
     logger.addHandler(kept)
     try:

@@ -151,7 +151,7 @@ def test_layers_that_share_a_cache_are_read_without_trees(monkeypatch: pytest.Mo
     monkeypatch.setattr(
         kept.KeptStates, "__init__", lambda self, wanted, prefill, layers: made(self, wanted, prefill, layers[:1])
     )
-    monkeypatch.setattr(_compat, "_WARNED", set())
+    monkeypatch.setattr(_compat.warning, "_WARNED", set())
     with pytest.warns(match="2 attentions and 1 cache layers"):
         expected, actual, source = both("llama", 1, "deep")
     assert_same_states(expected.attentions, actual.attentions)

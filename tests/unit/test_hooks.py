@@ -166,7 +166,7 @@ def test_the_checks_of_stock_run_for_the_plain_mode(sample: bool, mode: str) -> 
 
 
 def test_different_vocabulary_sizes_are_said_once(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_compat, "_WARNED", set())
+    monkeypatch.setattr(_compat.warning, "_WARNED", set())
     draft = llama(vocab_size=40)
     with pytest.warns(TreeSpecWarning, match="vocabularies of 31 and 40 ids"):
         say(model, assistant_model=draft)
@@ -174,7 +174,7 @@ def test_different_vocabulary_sizes_are_said_once(model: Llama, monkeypatch: pyt
     with warnings.catch_warnings():
         warnings.simplefilter("error", TreeSpecWarning)
         say(model, assistant_model=draft)
-        monkeypatch.setattr(_compat, "_WARNED", set())
+        monkeypatch.setattr(_compat.warning, "_WARNED", set())
         say(model, assistant_model=draft, tokenizer=same, assistant_tokenizer=same)
         say(model, assistant_model=llama())
 

@@ -1,0 +1,55 @@
+"""Attention implementations and mask builders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+__all__ = [
+    "MASK_IMPLEMENTATIONS",
+    "attention_implementation",
+    "mask_function_of",
+    "register_mask_function",
+    "switch_attention",
+]
+
+
+MASK_IMPLEMENTATIONS = ("sdpa", "eager")
+
+
+def mask_function_of(name: str) -> Callable[..., Any]:
+    """The mask builder registered under an attention name."""
+    return AttentionMaskInterface()[name]  # type: ignore[no-any-return]
+
+
+def register_mask_function(name: str, function: Callable[..., Any]) -> None:
+    """Replace the mask builder of an attention name for the whole process."""
+    AttentionMaskInterface.register(name, function)
+
+
+def attention_implementation(model: PreTrainedModel) -> str:
+    """Name of the attention that the text part of the model runs."""
+    return str(model.config.get_text_config()._attn_implementation)
+
+
+@contextmanager
+def switch_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Run the model with another attention; the old ones of all its parts come back on every exit.
+
+    The setting lives in the model's config: no second thread may run the model meanwhile.
+    """
+    if attention_implementation(model) == name:
+        yield
+        return
+    parts = {key: getattr(model.config, key, None) for key in getattr(model.config, "sub_configs", {})}
+    before = {"": model.config._attn_implementation}
+    before |= {key: part._attn_implementation for key, part in parts.items() if part is not None}
+    try:
+        model.set_attn_implementation(name)
+        yield
+    finally:
+        model.set_attn_implementation(before)

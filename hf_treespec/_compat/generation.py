@@ -1,0 +1,95 @@
+"""The private parts of `generate`."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.cache_utils import Cache
+from transformers.generation.stopping_criteria import EosTokenCriteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
+
+__all__ = [
+    "chunks_behind_a_cache",
+    "decode_context",
+    "decoder_output",
+    "end_stream",
+    "eos_token_ids",
+    "generation_defaults",
+    "has_process_group",
+    "mask_length",
+    "pad_token_id",
+    "prefill",
+    "prepare_inputs",
+    "stream",
+]
+
+
+def decode_context(model: Any) -> AbstractContextManager[None]:
+    """What `generate` wraps around its decoding forwards (it switches the experts of MoE models)."""
+    return model._optimize_model_for_decode()  # type: ignore[no-any-return]
+
+
+def decoder_output(*, cache: Cache | None, encoder_decoder: bool = False, **fields: Any) -> Any:
+    """The output class of plain decoding; its cache field is "cache" since 5.24, "past_key_values" before."""
+    make: Any = GenerateEncoderDecoderOutput if encoder_decoder else GenerateDecoderOnlyOutput
+    names = inspect.signature(make).parameters
+    return make(**fields, **{"cache" if "cache" in names else "past_key_values": cache})
+
+
+def generation_defaults(generation_config: GenerationConfig) -> dict[str, Any]:
+    """What `generate` fills into the fields that nobody set."""
+    return generation_config._get_default_generation_params()
+
+
+def pad_token_id(generation_config: GenerationConfig) -> int | None:
+    """The pad id that `generate` prepared for this call."""
+    tensor = generation_config._pad_token_tensor
+    return None if tensor is None else int(tensor)
+
+
+def eos_token_ids(criterion: EosTokenCriteria) -> frozenset[int]:
+    """Ids that end a row."""
+    return frozenset(int(token) for token in torch.as_tensor(criterion.eos_token_id).flatten().tolist())
+
+
+def mask_length(generation_config: GenerationConfig, attention_mask: Tensor | None) -> int | None:
+    """Width of the 2D mask of the call. Since 5.18 an all-ones mask is dropped and only its width recorded."""
+    if attention_mask is not None:
+        return int(attention_mask.shape[1])
+    return getattr(generation_config, "_mask_length", None)
+
+
+def chunks_behind_a_cache() -> bool:
+    """Whether a prefill in chunks goes on behind a passed-in cache: before 5.24 it began again at position 0."""
+    return tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 24)
+
+
+def prefill(model: Any, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> Any:
+    """The prefill of plain decoding: chunking, passed-in caches and multimodal inputs included."""
+    return model._prefill(input_ids, generation_config, model_kwargs)
+
+
+def prepare_inputs(model: Any, input_ids: Tensor, **model_kwargs: Any) -> dict[str, Any]:
+    """Inputs of a decoding forward, by the model's own rules."""
+    return model.prepare_inputs_for_generation(input_ids, **model_kwargs)  # type: ignore[no-any-return]
+
+
+def stream(streamer: Any, tokens: Tensor) -> None:
+    """One step to a streamer."""
+    streamer.put(tokens)
+
+
+def end_stream(streamer: Any) -> None:
+    """Tell a streamer that the text is complete."""
+    streamer.end()
+
+
+def has_process_group() -> bool:
+    """Whether torch.distributed is ready for collectives."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
