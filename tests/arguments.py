@@ -281,6 +281,7 @@ TREES: list[Any] = [
             {"draft": "ngram"},
             {"draft": "model"},
             {"attention": "eager"},
+            {"on_stateful_processor": "error"},
         )
     ),
     TreeConfig(seed=3),
@@ -326,5 +327,5 @@ def examples(draw: st.DrawFn) -> Example:
         batch=draw(st.sampled_from([1, 3])),
         arguments=arguments,
         helper=draw(st.sampled_from(HELPERS[:2] if draw(st.integers(0, 3)) else HELPERS)),
-        tree=draw(st.sampled_from(TREES[:11] if draw(st.integers(0, 7)) else TREES)),
+        tree=draw(st.sampled_from(TREES[:12] if draw(st.integers(0, 7)) else TREES)),
     )

@@ -175,7 +175,7 @@ def test_an_error_in_one_thread_leaves_the_other_alone() -> None:
 
 def test_a_pickle_of_an_enabled_model_is_enabled_in_another_process_too() -> None:
     # Nothing of the making of the class may be left in the pickle but its base.
-    model = treed("llama")
+    model = enable(build("llama"))
     data = pickle.dumps(model)
     assert b"TreeSpecMixin" not in data
     assert_same_text(plain(), say(pickle.loads(data)))

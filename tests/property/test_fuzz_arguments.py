@@ -20,6 +20,8 @@ from hf_treespec.verify import GumbelNoise, text_streams
 from tiny import MARGIN, fingerprint, gumbel_multinomial, prompt, shown_tokens, stock, treed, vocabulary
 
 SEED = 3
+# Where transformers keeps the length of the last static cache of a model.
+LAST_STATIC = "_previous_max_cache_length"
 
 
 @contextmanager
@@ -131,7 +133,8 @@ def assert_equal(example: Example, one: Outcome, two: Outcome) -> None:
 
 @torch.no_grad()
 def warm(model: Any) -> Any:
-    """Transformers adds hooks of its own to a model with the first forward that returns inner states."""
+    """A model without the traces that transformers itself leaves: hooks for inner states, the last static cache."""
+    vars(model).pop(LAST_STATIC, None)
     with silent():
         model(torch.tensor([[3, 4]]), output_hidden_states=True, output_attentions=True)
     return model
@@ -145,8 +148,7 @@ def check(example: Example) -> None:
     with silent():
         one, two = plain(example), with_tree(example)
     for model in models:
-        # Transformers remembers the length of its last static cache.
-        vars(model).pop("_previous_max_cache_length", None)
+        vars(model).pop(LAST_STATIC, None)
     assert [fingerprint(model) for model in models] == before
     assert [_compat.mask_function_of(name) for name in _compat.MASK_IMPLEMENTATIONS] == masks
     report = f"plain: {one.error!r} after {one.forwards} forwards, ours: {two.error!r} after {two.forwards}\n{example}"

@@ -143,8 +143,8 @@ def past_windows(family: str, batch: int = 1) -> Callable[[Side], Any]:
 
 
 def of_kind(kind: str, **config: Any) -> Callable[[Side], Any]:
-    more = {"cache_config": config} if config else {}
-    return lambda side: side.generate(cache_implementation=kind, **more)
+    # A copy for each call: some releases of transformers empty it.
+    return lambda side: side.generate(cache_implementation=kind, **({"cache_config": dict(config)} if config else {}))
 
 
 def no_cache(side: Side) -> Any:

@@ -12,7 +12,6 @@ from transformers import LogitsProcessorList, SynthIDTextWatermarkingConfig, Wat
 
 from conformance.contract.core import PLAIN, TREE, Ignored, Row, Side
 from conformance.contract.observe import WANTED, Banning, everything, section, text
-from hf_treespec import TreeConfig
 from tiny import build, perturbed, prompt, stock
 
 SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 20, "top_p": 0.95}
@@ -74,13 +73,10 @@ def rows_of_the_batch(batch: int, **call: Any) -> Callable[[Side], Any]:
     return lambda side: run(side)[0] if batch == 1 else run(side)
 
 
-FIELDS = {key: value for key, value in TREE.to_dict().items() if key != "schema_version"}
-
-
-def stateful_setting(side: Side) -> Any:
-    processor = Banning()
-    config = TreeConfig(**{**FIELDS, "on_stateful_processor": "snapshot"}) if side.ours else TREE
-    return side.generate(logits_processor=LogitsProcessorList([processor]), config=config)
+def stateful_setting(choice: str) -> Callable[[Side], Any]:
+    return lambda side: side.generate(
+        logits_processor=LogitsProcessorList([Banning()]), config=TREE.replace(on_stateful_processor=choice)
+    )
 
 
 def seeds(side: Side) -> Any:
@@ -167,7 +163,8 @@ ROWS = section(
     ("scores and logits of a bfloat16 model are float32", half_precision),
     ("a stateful processor: called once a token, in order", counted(1)),
     ("a stateful processor of a batch", counted(3)),
-    ("TreeConfig(on_stateful_processor='snapshot')", stateful_setting),
+    ("TreeConfig(on_stateful_processor='in_step')", stateful_setting("in_step")),
+    ("TreeConfig(on_stateful_processor='error')", stateful_setting("error")),
     ("prefix_allowed_tokens_fn", rows_of_the_batch(1)),
     ("prefix_allowed_tokens_fn of a batch: which rows it is asked about", rows_of_the_batch(3)),
     Row(
