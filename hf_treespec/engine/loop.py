@@ -138,7 +138,9 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
     # The last token is never written.
     check_windows(passed, None if rules.max_length is None else prompt.slots(rules.max_length) - 1)
     stats.prompt_tokens = sum(prompt.real_tokens)
-    guidance, processors = Guidance.start(model, request.logits_processor, request.input_ids, prompt.last_positions)
+    guidance, processors = None, request.logits_processor
+    if request.route == "mask":
+        guidance, processors = Guidance.start(model, processors, request.input_ids, prompt.last_positions)
     # Rows may run apart only if nothing outside their own text can tell (or ask for whole steps).
     # A gap would shift the positions of a model that counts them by its cache.
     in_step = batch == 1 or not (

@@ -124,7 +124,7 @@ class PathForward:
             trees: one per row.
             ahead: per row, how many positions its root lies behind the last prompt token.
         """
-        device = self._model.device
+        device = _compat.input_device(self._model, self._prompt.last_positions.device)
         plan = plan_paths(trees)
         width = plan.tokens_PT.shape[1]
         self._cache.spread(plan.sources, plan.home)

@@ -328,6 +328,12 @@ def test_refusals(family: str, name: str) -> None:
     assert not ran
 
 
+@families
+def test_an_assistant_behind_an_encoder_is_refused(family: str) -> None:
+    with pytest.raises(UnsupportedCallError, match=r"assistant_model is a .* cannot draft trees"):
+        treed(family).generate(**source_text(1), tree_config=NGRAMS, assistant_model=stock(family))
+
+
 def test_a_cache_for_one_attention_only_is_refused() -> None:
     cache = DynamicCache(config=stock("t5").config)
     with pytest.raises(UnsupportedCallError, match="cache of type DynamicCache .* expected EncoderDecoderCache"):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
 import seq2seq
 import tiny
@@ -178,6 +178,20 @@ def test_a_draft_model_with_masks_serves_a_target_without(batch: int, sampling: 
     assert torch.equal(treed("bloom").generate(ids, tree_config=OFF, **call), plain)
 
 
+@families
+@batches
+def test_guidance(family: str, batch: int) -> None:
+    ids, mask = prompt("qwen3", batch)
+    more = {"guidance_scale": 1.7, "negative_prompt_ids": ids.flip(0)[:, 3:]}
+    both(family, batch, maker="half_right", **more)
+
+
+def test_an_assistant_without_masks_is_refused() -> None:
+    ids, mask = prompt("qwen3", 1)
+    with pytest.raises(UnsupportedCallError, match="assistant_model is a BloomForCausalLM, which takes no tree mask"):
+        tiny.treed("qwen3").generate(ids, attention_mask=mask, tree_config=OFF, assistant_model=stock("bloom"))
+
+
 def test_refusals() -> None:
     ids, mask = prompt("qwen3", 1)
     call = {"attention_mask": mask, "tree_config": OFF}
@@ -186,3 +200,6 @@ def test_refusals() -> None:
     pair = EncoderDecoderCache(*(DynamicCache(config=stock("bloom").config) for _ in range(2)))
     with pytest.raises(UnsupportedCallError, match="cache of type EncoderDecoderCache .* expected DynamicCache"):
         treed("bloom").generate(ids, **call, **cache_argument(pair))
+    static = StaticCache(config=stock("bloom").config, max_cache_len=64)
+    with pytest.raises(UnsupportedCallError, match="StaticCache .* BloomForCausalLM reads a tree path by path"):
+        treed("bloom").generate(ids, **call, **cache_argument(static))
