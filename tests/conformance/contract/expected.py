@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-# Rows on their way. Each becomes "equal" with the part that brings it: delete the line then.
-EXPECTED: dict[str, str] = {}
-
 # Rows that stay refused although plain decoding serves them, and why.
 OUT_OF_SCOPE: dict[str, str] = {
     "num_beams=3": "beams keep several sequences a row",

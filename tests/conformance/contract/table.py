@@ -8,7 +8,7 @@ from pathlib import Path
 import transformers
 
 from conformance.contract.core import OURS, PLAIN, STOCK, Row, Verdict
-from conformance.contract.expected import EXPECTED, NOT_RUN, OUT_OF_SCOPE
+from conformance.contract.expected import NOT_RUN, OUT_OF_SCOPE
 
 PAGE = Path(__file__).parents[3] / "docs" / "contract.md"
 # The release whose assisted decoding the page describes.
@@ -78,8 +78,6 @@ def better(verdicts: Mapping[str, Mapping[str, Verdict]]) -> list[str]:
 
 def wanted(row: Row, plain: Verdict) -> tuple[str, ...]:
     """The words that hf_treespec may come to in a row."""
-    if row.name in EXPECTED:
-        return (EXPECTED[row.name],)
     if row.name in OUT_OF_SCOPE:
         return ("refused",)
     # Where plain decoding has no right answer, ours may raise the same, refuse, or give the right one.
