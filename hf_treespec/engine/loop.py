@@ -92,7 +92,6 @@ def generate_with_tree(
         UnsupportedCallError: before any forward, for calls that cannot be right with a tree.
     """
     check_inputs(request.input_ids, request.model_kwargs)
-    check_processors(request.logits_processor, request.tree_config.on_stateful_processor)
     check_path_inputs(model, request.model_kwargs, request.route)
     stats = TreeStats(batch_size=int(request.input_ids.shape[0]))
     start = time.perf_counter()
@@ -141,6 +140,7 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
     guidance, processors = None, request.logits_processor
     if request.route == "mask":
         guidance, processors = Guidance.start(model, processors, request.input_ids, prompt.last_positions)
+    check_processors(processors, config.on_stateful_processor)
     # Rows may run apart only if nothing outside their own text can tell (or ask for whole steps).
     # A gap would shift the positions of a model that counts them by its cache.
     in_step = batch == 1 or not (

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedModel
 
 from calls import BUSHES, GREEDY
 from hf_treespec import TreeConfig, TreeSpecWarning, UnsupportedCallError, _compat, enable, is_supported
-from hf_treespec.api.outliers import has_shared_outliers
+from hf_treespec.api.outliers import has_shared_outliers, without_shared_outliers
 from tiny import assert_same_text, build, draft, fingerprint, perturbed, prompt, reference, stock, treed
 
 SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0}
@@ -249,6 +249,9 @@ def test_outlier_columns_make_tokens_depend_on_each_other_and_that_is_said(saved
         alone = model(ids[:, :5]).logits[0, 4]
     # Plain decoding itself depends on what shares a forward: there is no text to be equal to.
     assert float((together - alone).abs().max()) > 1e-3
+    with without_shared_outliers(model):
+        assert not has_shared_outliers(model)
+        torch.testing.assert_close(model(ids).logits[0, 4], model(ids[:, :5]).logits[0, 4], atol=1e-4, rtol=1e-4)
     assert is_supported(model).ok and has_shared_outliers(model)
     enable(model)
     with pytest.warns(TreeSpecWarning, match="llm_int8_threshold=0.0"):
