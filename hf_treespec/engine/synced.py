@@ -92,6 +92,6 @@ class _Lockstep:
         try:
             # The tree of the forward that waits is not this one's.
             with tree_forward_context(None):
-                _compat.model_forward(model, input_ids=one, cache=None, position_ids=one)
+                _compat.model_forward(model, input_ids=one, cache=None)
         finally:
             self._idle = False
