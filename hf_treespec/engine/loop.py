@@ -202,6 +202,7 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
         stats=stats,
         in_step=in_step,
         position_limit=position_limit,
+        readable=_compat.embedding_rows(model),
         states=states,
         batched_choice=device.type != "cpu" and not keep_scores and are_length_free(processors),
         guidance=guidance,

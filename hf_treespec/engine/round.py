@@ -36,6 +36,7 @@ class RoundRunner:
         in_step: whether all rows emit the same number of tokens.
         last_positions: per row the position id of the last prompt token.
         position_limit: first position that the target cannot read, or None.
+        readable: token ids that the target can read.
         batched_choice: choose at all nodes on the device in one go.
         states: hidden states and attentions that the call asks for; rows must be in step.
         guidance: the unconditional stream of the call, or None.
@@ -55,6 +56,7 @@ class RoundRunner:
         in_step: bool,
         last_positions: Sequence[int],
         position_limit: int | None,
+        readable: int,
         batched_choice: bool,
         states: KeptStates | None = None,
         guidance: Guidance | None = None,
@@ -70,6 +72,7 @@ class RoundRunner:
         self._in_step = in_step
         self._last_positions = last_positions
         self._position_limit = position_limit
+        self._readable = readable
         self._batched_choice = batched_choice
         self._states = states
         self._guidance = guidance
@@ -83,7 +86,7 @@ class RoundRunner:
         every = range(len(self._text.finished))
         if self._in_step:
             # An ended row follows with padding, as deep as the others: its positions bound them too.
-            ended = [self._row_limits(row, limits, drafts=True).max_depth for row in every if not self._drafts(row)]
+            ended = [self._padding_depth(row, limits) for row in every if not self._drafts(row)]
             limits = limits.capped(max_depth=min(ended, default=limits.max_depth))
         wanted = [self._row_limits(row, limits, drafts=self._drafts(row)) for row in every]
         trees = self._draft.propose(self._text.draft_rows, wanted)
@@ -146,6 +149,12 @@ class RoundRunner:
             # A static cache has room for what plain decoding writes: near its end trees shrink to nothing.
             nodes = self._cache.room - 1
         return limits.capped(max_nodes=nodes, max_depth=depth)
+
+    def _padding_depth(self, row: int, limits: TreeLimits) -> int:
+        """How much padding may follow an ended row: none of an id that the target cannot read, until it must."""
+        pad = self._text.forced_token(row)
+        readable = pad is not None and 0 <= pad < self._readable
+        return self._row_limits(row, limits, drafts=True).max_depth if readable else 0
 
     def _padding(self, row: int, depth: int) -> TokenTree:
         pad = self._text.forced_token(row)

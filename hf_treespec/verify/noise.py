@@ -45,8 +45,8 @@ def text_streams(prompts: Sequence[Sequence[int]]) -> list[int]:
     """One stream of noise per row: by the row's prompt, and by how many rows before it have the same prompt.
 
     So a row's text depends on neither its place in the batch nor its neighbours nor its padding, while copies of one
-    prompt (`num_return_sequences`) differ, by their order. So do rows that show the same ids, or none, for other reasons:
-    embeddings alone, or the decoder prompts of an encoder-decoder.
+    prompt (`num_return_sequences`) differ, by their order. So do rows that show the same ids, or none, for other
+    reasons: embeddings alone, or the decoder prompts of an encoder-decoder.
 
     Args:
         prompts: real prompt tokens of each row.

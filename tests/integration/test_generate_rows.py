@@ -158,3 +158,17 @@ def test_criterion_of_any_class(name: str, config: TreeConfig, batch: int) -> No
     assert batch == 3 or pair.actual.shape[1] < WIDTH + 14, "the criterion must end the text"
     assert not torch.equal(pair.actual, reference(stock("llama"), ids, mask, max_new_tokens=14)) or batch == 3
     assert pair.stats.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_padding_outside_of_the_vocabulary_is_not_read_before_plain_decoding_reads_it(in_step: bool) -> None:
+    ids, mask = prompt("llama", 3)
+    free = reference(stock("llama"), ids, mask, max_new_tokens=8)[:, WIDTH:]
+    # Two rows end one token before the third, whose last token ends the call.
+    ends = [int(free[0, 4]), int(free[1, 4]), int(free[2, 5])]
+    assert all(token not in free[:, :4].flatten().tolist() for token in ends[:2]) and ends[2] not in free[:, :5]
+    call: dict[str, Any] = {"max_new_tokens": 8, "eos_token_id": ends, "pad_token_id": vocabulary("llama") + 3}
+    if in_step:
+        call["stopping_criteria"] = [lambda text, scores: torch.zeros(len(text), dtype=torch.bool)]
+    pair = twice(ids, mask, maker="chain", truth=torch.cat([ids, free], 1), **call)
+    assert int(pair.actual[0, -1]) == vocabulary("llama") + 3

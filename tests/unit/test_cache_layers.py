@@ -91,14 +91,20 @@ def test_the_list_above_holds_the_classes_that_matter() -> None:
     } <= set(KNOWN_LAYERS)
 
 
+def offloaded(cache: Cache) -> Cache:
+    """As if made for offloading, which needs streams of an accelerator from its first line on."""
+    cache.offloading = True
+    return cache
+
+
 @pytest.mark.parametrize(
     ("cache", "message"),
     [
-        (StaticCache(config=CONFIG, max_cache_len=16, offloading=True), "an offloaded cache"),
+        (offloaded(StaticCache(config=CONFIG, max_cache_len=16)), "an offloaded cache"),
         (Cache(layer_class_to_replicate=OwnLayer), "class OwnLayer cannot take a tree"),
         (Cache(layer_class_to_replicate=DynamicSlidingWindowLayer), "class DynamicSlidingWindowLayer cannot"),
         (Cache(layers=[OwnLayer(), OwnLayer()]), "class OwnLayer cannot"),
-        (DynamicCache(config=CONFIG, offloading=True), "an offloaded cache"),
+        (offloaded(DynamicCache(config=CONFIG)), "an offloaded cache"),
         (((None, None),), "cache of type tuple: expected a transformers Cache"),
         (None, "cache of type NoneType"),
     ],

@@ -114,7 +114,8 @@ def test_calls_that_cannot_be_right_are_refused_before_any_forward(case: str, mo
 
 
 def test_a_cache_that_cannot_take_a_tree_is_refused_under_either_name(model: Llama) -> None:
-    cache = DynamicCache(config=model.config, offloading=True)
+    cache = DynamicCache(config=model.config)
+    cache.offloading = True  # to ask for it needs an accelerator
     widths = count_forwards(model)
     with pytest.raises(UnsupportedCallError, match="an offloaded cache moves its layers"):
         say(model, **{_compat.cache_kwarg(model): cache})

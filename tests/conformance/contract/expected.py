@@ -18,7 +18,6 @@ OUT_OF_SCOPE: dict[str, str] = {
     "an encoder-decoder as assistant (T5)": "a draft must take a tree mask",
     "use_cache=False": "a tree needs the cache",
     "cache_implementation='static', sliding windows": "a static window overwrites what a rejected node needs",
-    "cache_implementation='offloaded'": "layers move during the forward",
     "convolution layers beside attention (LFM2)": "their state cannot drop rejected nodes",
 }
 
@@ -26,7 +25,7 @@ OUT_OF_SCOPE: dict[str, str] = {
 NOT_RUN: dict[str, str] = {
     "FlashAttention and flex attention": "need a CUDA device; a tree is refused or switched by TreeConfig(attention=)",
     "inputs, target and draft on different devices": "need a second device",
-    "offloaded caches": "need an accelerator",
+    "offloaded caches": "need an accelerator; a tree is refused, since layers move during the forward",
     "MPS DeferredStopCheck": "needs an MPS device",
     "ZeRO-3 and FSDP": "need several processes",
     "compilation of static caches": "automatic on CUDA only",

@@ -229,7 +229,6 @@ ROWS = section(
         of_kind("quantized", backend="fp8"),
         note="the backend that needs no other library",
     ),
-    Row("1.5", "cache_implementation='offloaded'", of_kind("offloaded"), note="needs an accelerator"),
     ("cache_implementation='dynamic'", of_kind("dynamic")),
     ("EncoderDecoderCache (T5)", crossed),
     ("convolution layers beside attention (LFM2)", hybrid, "their state cannot drop rejected nodes"),
