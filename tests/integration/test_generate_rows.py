@@ -170,5 +170,7 @@ def test_padding_outside_of_the_vocabulary_is_not_read_before_plain_decoding_rea
     call: dict[str, Any] = {"max_new_tokens": 8, "eos_token_id": ends, "pad_token_id": vocabulary("llama") + 3}
     if in_step:
         call["stopping_criteria"] = [lambda text, scores: torch.zeros(len(text), dtype=torch.bool)]
-    pair = twice(ids, mask, maker="chain", truth=torch.cat([ids, free], 1), **call)
+    # Chains of three: the round ends with those two rows, and the next one begins with padding.
+    chains = OFF.replace(max_nodes=3, max_depth=3, max_children=1)
+    pair = twice(ids, mask, config=chains, maker="chain", truth=torch.cat([ids, free], 1), **call)
     assert int(pair.actual[0, -1]) == vocabulary("llama") + 3
