@@ -16,6 +16,7 @@ from hf_treespec.api.outliers import without_shared_outliers
 from hf_treespec.attention import attention_for_trees, tree_masks
 from hf_treespec.cache import PathCache, RowCache
 from hf_treespec.engine import PathForward, Prompt, TargetForward
+from hf_treespec.errors import TreeSpecError
 from hf_treespec.tree import TokenTree
 
 __all__ = ["probe_masks", "probe_paths"]
@@ -95,15 +96,16 @@ def probe_paths(model: PreTrainedModel) -> tuple[str | None, bool]:
 
     An encoder is not run: random states stand in for what it read, since its inputs may be of any kind.
     """
-    encoder = _encoder_states(model)
+    encoder: dict[str, Any] = {}
 
     def plain(sample: _Sample, path: tuple[int, ...]) -> Tensor:
+        encoder.update(_encoder_states(model))
         ids = _ids(model, (*sample.prompt, *path, sample.next))
         inputs = _compat.prepare_inputs(model, ids, use_cache=False, **encoder)
         return model(**inputs, return_dict=True).logits[0, -2:].double()  # type: ignore[no-any-return]
 
     excuse = "it does not read the paths of a tree as batch rows alike"
-    return _compare(model, lambda sample: _batch_logits(model, sample, encoder), plain, excuse)
+    return _compare(model, lambda sample: _batch_logits(model, sample, _encoder_states(model)), plain, excuse)
 
 
 @torch.no_grad()
@@ -131,6 +133,8 @@ def _compare(
                     break
     except torch.OutOfMemoryError:
         raise  # says nothing about the model
+    except TreeSpecError as error:
+        return f"the probe was refused: {error}", True  # by what the model builds its masks for
     except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, KeyError, IndexError) as error:
         return f"the probe forward raised {type(error).__name__}: {error}", False
     assert best is not None
@@ -187,8 +191,7 @@ def _encoder_states(model: PreTrainedModel) -> dict[str, Any]:
     # A generator of its own: a probe must not move the random numbers of the process.
     shape = (1, 5, _compat.encoder_width(model))
     states = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    first = next(p for p in model.parameters() if p.is_floating_point())
-    return {"encoder_outputs": BaseModelOutput(last_hidden_state=states.to(first.device, first.dtype))}
+    return {"encoder_outputs": BaseModelOutput(last_hidden_state=states.to(model.device, model.dtype))}
 
 
 def _batch_logits(model: PreTrainedModel, sample: _Sample, encoder: dict[str, Any]) -> Tensor:

@@ -197,12 +197,12 @@ class CacheTransaction:
                     setattr(layer, name, storage[:, :, :after])
             else:
                 _gather(layer, layer.keys, layer.values, source_BL, first=0)
-        if self._static:
-            used = int(self._static[0].layer.get_seq_length())
-            for state in self._static:
-                keep_slots(state.layer.keys, before, slots)
-                keep_slots(state.layer.values, before, slots)
-                set_static_length(state.layer, after, used)
+        static = [state.layer for state in self._static if state.layer.is_initialized]
+        used = int(static[0].get_seq_length()) if static else 0
+        for layer in static:
+            keep_slots(layer.keys, before, slots)
+            keep_slots(layer.values, before, slots)
+            set_static_length(layer, after, used)
         for quantized in self._quantized:
             quantized.commit(slots)
         for recorder in self._recorders:

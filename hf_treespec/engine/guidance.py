@@ -105,7 +105,8 @@ class Guidance:
         processor = _known(model, processors, last_positions)
         if processor is None:
             return None, processors
-        ids, mask = (part.to(model.device) for part in _prompt_of(processor, input_ids))
+        device = _compat.input_device(model, input_ids.device)
+        ids, mask = (part.to(device) for part in _prompt_of(processor, input_ids))
         given = processor.unconditional_context["input_ids"] is not None
         _check(ids, mask, int(input_ids.shape[0]), given=given)
         batch, width = ids.shape

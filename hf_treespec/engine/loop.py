@@ -138,6 +138,8 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
     check_windows(passed, None if rules.max_length is None else prompt.slots(rules.max_length) - 1)
     stats.prompt_tokens = sum(prompt.real_tokens)
     guidance, processors = None, request.logits_processor
+    # Before anything is read; a guidance that turns out to be no second stream is judged below.
+    check_processors([p for p in processors if type(p) is not _compat.GuidanceProcessor], config.on_stateful_processor)
     if request.route == "mask":
         guidance, processors = Guidance.start(model, processors, request.input_ids, prompt.last_positions)
     check_processors(processors, config.on_stateful_processor)
@@ -168,7 +170,7 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
     )
     with restored_on_error(passed):
         outputs = _compat.prefill(model, request.input_ids, generation, request.model_kwargs)
-    cache = check_cache(_compat.cache_from_outputs(outputs))
+        cache = check_cache(_compat.cache_from_outputs(outputs))
     device = request.input_ids.device
     last_logits = outputs.logits[:, -1].to(device, copy=True)
     states = KeptStates(wanted_states, outputs, cache.layers) if wanted_states else None

@@ -42,6 +42,9 @@ class TextState(TextBuffer, Protocol):
         ...
 
 
+_NO_TOKEN = -1
+
+
 def _require_finite(best: float) -> None:
     # Plain sampling fails here too; an arg-max over NaN would choose a token without a word.
     if not isfinite(best):
@@ -82,23 +85,21 @@ class Decider:
     def choose_all(self, state: TextState, logits_BNV: Tensor, trees: Sequence[TokenTree]) -> list[list[int]]:
         """Tokens at every node in one go: one transfer to the host a round, where a transfer is dear.
 
-        Only for scorers that are `length_free`, and batches without forced rows.
+        Only for scorers that are `length_free`, and batches without forced rows. A node whose scores are not finite
+        gets -1: only a walk that comes there may complain.
         """
         batch, nodes, vocab = logits_BNV.shape
         scores_BNV = self._scorer.flat_scores(logits_BNV.reshape(-1, vocab), state).view(batch, nodes, vocab)
         if self._noise is None:
             return scores_BNV.argmax(-1).tolist()
-        chosen, best = [], []
+        chosen = []
         for row, tree in enumerate(trees):
             first = state.position(row)
             noise_DV = torch.stack([self._noise.at(row, first + depth) for depth in range(tree.max_depth + 1)])
             depths_N = torch.tensor([*tree.depths, *[0] * (nodes - len(tree))], device=noise_DV.device)
             top = (scores_BNV[row] + noise_DV[depths_N]).max(-1)
-            chosen.append(top.indices)
-            best.append(top.values.isfinite().logical_not().any().long().expand(1))
-        flat = torch.cat([*chosen, *best]).tolist()
-        if any(flat[batch * nodes :]):
-            _require_finite(float("nan"))
+            chosen.append(torch.where(top.values.isfinite(), top.indices, _NO_TOKEN))
+        flat = torch.cat(chosen).tolist()
         return [flat[row * nodes : (row + 1) * nodes] for row in range(batch)]
 
 
@@ -136,6 +137,8 @@ def walk_trees(
             tokens, scores = decider.choose(state, logits)
         else:
             tokens, scores = {row: choices[row][node] for row, node in at.items()}, {}
+            if _NO_TOKEN in tokens.values():
+                _require_finite(float("nan"))
         going = state.emit(tokens, scores, logits)
         below = {row: child for row, node in at.items() if (child := trees[row].child(node, tokens[row])) is not None}
         if in_step:

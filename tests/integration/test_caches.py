@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -514,3 +515,17 @@ def test_caches_that_are_refused(call: Any, message: str) -> None:
         hook.remove()
     assert not forwards
     assert [name for name in sorted(vars(treed("llama"))) if name not in before] == []
+
+
+def test_static_layers_that_the_model_never_fills() -> None:
+    model = stock("llama")
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers += 1
+    config.layer_types = None
+    ids, mask = prompt("llama", 1)
+    call: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+    texts = []
+    for side, own in ((model, {}), (treed("llama"), {"tree_config": CONFIG})):
+        cache = StaticCache(config=config, max_cache_len=64)
+        texts.append(side.generate(ids, attention_mask=mask, **cache_argument(cache), **call, **own))
+    assert torch.equal(*texts)

@@ -295,9 +295,15 @@ def test_sampling_from_no_law_fails_as_it_does_in_plain_decoding(bad: str) -> No
     state = Text([[1]], in_step=False)
     with pytest.raises(RuntimeError, match="the best score of a token is"):
         sampling.choose(state, {0: scores})
-    for nodes in ([scores, good], [good, scores]):
+    # Chosen at all nodes at once, only the walk that comes to such a node may complain.
+    for nodes, bad_node in (([scores, good], 0), ([good, scores], 1)):
+        (chosen,) = sampling.choose_all(state, torch.stack(nodes)[None], [tree])
+        assert [token < 0 for token in chosen] == [node == bad_node for node in range(2)]
+        path, text = [2 if bad_node else chosen[0], chosen[1]], Text([[1]], in_step=False)
         with pytest.raises(RuntimeError, match="the best score of a token is"):
-            sampling.choose_all(state, torch.stack(nodes)[None], [tree])
+            walk_trees(text, [tree], reading(text, [tree]), sampling, [0], in_step=False, choices=[path])
+    text = Text([[1]], in_step=False)
+    assert walk_trees(text, [tree], reading(text, [tree]), sampling, [0], in_step=False, choices=[[3, -1]]) == [[0]]
     # Greedy decoding takes what arg-max gives, as stock does.
     assert Decider(scorer, None).choose(state, {0: scores})[0] == {0: int(scores.argmax())}
     assert Decider(scorer, None).choose_all(state, scores[None, None], [tree]) == [[int(scores.argmax())]]
