@@ -95,6 +95,7 @@ def _validate_mode(
     check_settings(
         generation_config,
         synced_gpus=bool(mode_kwargs.get("synced_gpus")),
+        encoder_decoder=_compat.is_encoder_decoder(model),
         attention=config.attention,
         own_attention=_compat.attention_implementation(model),
     )

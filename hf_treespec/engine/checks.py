@@ -22,13 +22,19 @@ _CACHE_KINDS = (None, "dynamic", "quantized", "static", "sliding_window", "hybri
 
 
 def check_settings(
-    generation_config: GenerationConfig, *, synced_gpus: bool, attention: str = "auto", own_attention: str = ""
+    generation_config: GenerationConfig,
+    *,
+    synced_gpus: bool,
+    encoder_decoder: bool = False,
+    attention: str = "auto",
+    own_attention: str = "",
 ) -> None:
     """Refuse settings that cannot be right with a tree, before `generate` prepares anything.
 
     Args:
         generation_config: of the call.
         synced_gpus: as passed.
+        encoder_decoder: whether the target has an encoder, which has run by the time that decoding begins.
         attention: of the tree config.
         own_attention: that of the target.
 
@@ -37,6 +43,11 @@ def check_settings(
     """
     if generation_config.use_cache is False:
         raise UnsupportedCallError("use_cache=False with tree_config: a tree needs the cache; leave use_cache at True")
+    if synced_gpus and encoder_decoder:
+        raise UnsupportedCallError(
+            "synced_gpus=True with tree_config: ranks that wait run forwards of one token, which an encoder-decoder "
+            "model does not take; generate without tree_config"
+        )
     if synced_gpus and not _compat.has_process_group():
         raise UnsupportedCallError(
             "synced_gpus=True with tree_config: ranks agree through the default process group, and there is none; "

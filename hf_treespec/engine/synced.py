@@ -19,7 +19,6 @@ from torch import distributed
 
 from hf_treespec import _compat
 from hf_treespec.attention import tree_forward_context
-from hf_treespec.errors import UnsupportedCallError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,16 +37,7 @@ def in_lockstep(models: Sequence[PreTrainedModel], device: torch.device) -> Iter
     Args:
         models: target first, then the draft. All ranks must name the same ones in the same order.
         device: where the process group reduces.
-
-    Raises:
-        UnsupportedCallError: for encoder-decoder models, whose forward of one token needs an encoder's output.
     """
-    for model in models:
-        if model.config.is_encoder_decoder:
-            raise UnsupportedCallError(
-                f"synced_gpus=True with tree_config and {type(model).__name__}: ranks that wait run forwards of one "
-                "token, which an encoder-decoder model does not take; generate without tree_config"
-            )
     lockstep = _Lockstep(models, device)
     hooks = [
         model.register_forward_pre_hook(lockstep.hook(turn), prepend=True)

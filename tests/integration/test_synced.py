@@ -17,8 +17,7 @@ from torch import distributed
 from transformers import T5Config, T5ForConditionalGeneration
 
 from calls import BUSHES
-from hf_treespec import UnsupportedCallError
-from hf_treespec.engine.synced import in_lockstep
+from hf_treespec import UnsupportedCallError, enable
 from ranks import CASES
 from tiny import draft, fingerprint, prompt, reference, stock, treed
 
@@ -105,11 +104,14 @@ def test_without_a_process_group_it_is_refused() -> None:
         treed("llama").generate(ids, attention_mask=mask, tree_config=BUSHES, synced_gpus=True, max_new_tokens=4)
 
 
-def test_encoder_decoder_models_are_refused() -> None:
-    model = T5ForConditionalGeneration(T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
-    with (
-        pytest.raises(UnsupportedCallError, match="synced_gpus=True.*T5ForConditionalGeneration"),
-        in_lockstep([model], torch.device("cpu")),
-    ):
-        pass
-    assert not model._forward_pre_hooks
+def test_an_encoder_decoder_is_refused_before_its_encoder_runs() -> None:
+    config = T5Config(
+        vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0, eos_token_id=1
+    )
+    model = enable(T5ForConditionalGeneration(config).eval())
+    ran: list[int] = []
+    hook = model.get_encoder().register_forward_pre_hook(lambda *_: ran.append(1))
+    with pytest.raises(UnsupportedCallError, match="synced_gpus=True with tree_config: ranks that wait"):
+        model.generate(torch.tensor([[3, 4, 5]]), tree_config=BUSHES, synced_gpus=True, max_new_tokens=4)
+    hook.remove()
+    assert ran == []
