@@ -68,11 +68,18 @@ def test_mode_that_no_setting_explains_is_named() -> None:
 
 
 @pytest.mark.parametrize("way", ["enabled", "installed"])
-def test_continuous_batching_does_not_drop_the_tree(way: str) -> None:
-    # transformers would hand `tree_config` on among arguments that nobody reads.
+def test_continuous_batching_does_not_drop_the_tree(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Transformers would hand `tree_config` on among arguments that nobody reads.
+    served: list[dict[str, Any]] = []
+
+    def generate_batch(self: Any, inputs: Any, **kwargs: Any) -> dict[str, Any]:
+        # The real one takes half a minute to start.
+        served.append(kwargs)
+        return {}
+
+    monkeypatch.setattr(GenerationMixin, "generate_batch", generate_batch)
     ids, _ = prompt("llama", 1)
     message = "cache_implementation='paged'.*with tree_config"
-    before = "generate_batch" in vars(GenerationMixin)
     if way == "installed":
         install()
     try:
@@ -81,8 +88,17 @@ def test_continuous_batching_does_not_drop_the_tree(way: str) -> None:
             model.generate(ids, cache_implementation="paged", tree_config=TreeConfig())
         with pytest.raises(UnsupportedCallError, match=message):
             model.generate_batch(ids.tolist(), tree_config=TreeConfig())
-        # Without a tree it is as it was; no prompts are answered by no texts.
-        assert model.generate_batch([], tree_config=None) == {}
+        assert served == []
+        assert model.generate_batch(ids.tolist(), tree_config=None, max_new_tokens=3) == {}
+        assert served == [{"max_new_tokens": 3}]
     finally:
         uninstall()
-    assert ("generate_batch" in vars(GenerationMixin)) == before
+    assert GenerationMixin.generate_batch is generate_batch
+
+
+def test_uninstalling_leaves_no_copy_of_an_inherited_method() -> None:
+    before = dict(vars(GenerationMixin))
+    install()
+    assert "generate_batch" in vars(GenerationMixin)
+    uninstall()
+    assert dict(vars(GenerationMixin)) == before
