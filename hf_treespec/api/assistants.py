@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hf_treespec import _compat
-from hf_treespec.api.support import is_supported, require_support
+from hf_treespec.api.support import require_support
 from hf_treespec.config import TreeConfig
 from hf_treespec.errors import UnsupportedCallError
 
@@ -45,8 +45,7 @@ def check_draft(
         )
     if assistant is None:
         return
-    require_support(assistant, "assistant_model")
-    if is_supported(assistant).route != "mask":
+    if require_support(assistant, "assistant_model").route != "mask":
         raise UnsupportedCallError(
             f"assistant_model is a {type(assistant).__name__}, which takes no tree mask and cannot draft trees; pass "
             "a draft model that does, or leave assistant_model out to draft from the text by n-grams"
@@ -109,7 +108,8 @@ def with_assistant_settings(
     """The config with what the call and the assistant's `generation_config` say about drafting.
 
     `num_assistant_tokens` bounds how far ahead a round drafts, so it lowers `max_depth`; 0 drafts nothing. The value
-    of the call goes before the assistant's. The other settings are ignored with one warning. No config is changed.
+    of the call goes before the assistant's, unless it is the default of transformers, which cannot be told from none.
+    The other settings are ignored with one warning. No config is changed.
 
     Args:
         config: of the call.

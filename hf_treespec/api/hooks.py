@@ -104,12 +104,12 @@ def _validate_mode(
         require_support(assistant, "assistant_model")
     mode_kwargs["tree_config"] = with_assistant_settings(config, generation_config, assistant)
     check_prompt_learning(model)
-    require_support(model, "the model")
-    if is_supported(model).route == "paths":
+    if require_support(model, "the model").route == "paths":
         check_path_settings(generation_config)
-    for part in filter(None, (model, assistant)):
-        if is_supported(part).route != "paths":
-            check_attention(part, config.attention)
+    else:
+        check_attention(model, config.attention)
+    if assistant is not None and is_supported(assistant).route != "paths":
+        check_attention(assistant, config.attention)
     check_draft(model, config, assistant, mode_kwargs)
     if has_shared_outliers(model):
         _compat.warn_once(

@@ -116,8 +116,8 @@ def _may_take_masks(model: PreTrainedModel) -> bool:
     return _compat.accepts_position_ids(model)
 
 
-def require_support(model: Any, name: str) -> None:
-    """Raise `UnsupportedModelError` with the reason if the model cannot take a tree.
+def require_support(model: Any, name: str) -> Support:
+    """The answer of `is_supported`; raise `UnsupportedModelError` with the reason if the model cannot take a tree.
 
     Args:
         model: the model.
@@ -129,6 +129,7 @@ def require_support(model: Any, name: str) -> None:
             f"{name} ({type(unwrap(model)).__name__}) cannot take a tree: {support.reason}. "
             "Generate without tree_config"
         )
+    return support
 
 
 def _attention_hint(model: PreTrainedModel) -> str:

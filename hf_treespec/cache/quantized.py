@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_treespec import _compat
+from hf_treespec.cache.static import LayerState
 
 __all__ = ["QuantizedRecorder", "path_limit"]
 
@@ -40,7 +41,7 @@ class QuantizedRecorder:
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
-        self._snapshot: dict[str, Any] = dict(layer.__dict__)
+        self._state = LayerState(layer)
         self._before = int(layer.get_seq_length())
         self._parts: list[tuple[Tensor, Tensor]] = []
         self._seen: list[tuple[Tensor, Tensor]] = [_compat.dequantized(layer)] if layer.is_initialized else []
@@ -57,8 +58,7 @@ class QuantizedRecorder:
 
     def remove(self) -> None:
         """Give the layer back as it was at the snapshot."""
-        self.layer.__dict__.clear()
-        self.layer.__dict__.update(self._snapshot)
+        self._state.restore()
 
     def commit(self, slots: Sequence[Sequence[int]]) -> None:
         """Update the layer with the accepted rows only.
