@@ -104,11 +104,11 @@ def _validate_mode(
         require_support(assistant, "assistant_model")
     mode_kwargs["tree_config"] = with_assistant_settings(config, generation_config, assistant)
     check_prompt_learning(model)
-    if require_support(model, "the model").route == "paths":
+    if require_support(model, "the model").route.by_paths:
         check_path_settings(generation_config)
     else:
         check_attention(model, config.attention)
-    if assistant is not None and is_supported(assistant).route != "paths":
+    if assistant is not None and not is_supported(assistant).route.by_paths:
         check_attention(assistant, config.attention)
     check_draft(model, config, assistant, mode_kwargs)
     if has_shared_outliers(model):

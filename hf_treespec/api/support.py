@@ -14,6 +14,7 @@ from hf_treespec import _compat
 from hf_treespec.api.probe import probe_masks, probe_paths
 from hf_treespec.cache import layer_kind
 from hf_treespec.errors import UnsupportedModelError
+from hf_treespec.routes import Route
 
 __all__ = ["Support", "is_supported", "require_support", "unwrap"]
 
@@ -29,18 +30,17 @@ class Support(NamedTuple):
 
     Attributes:
         ok: whether trees work.
-        route: how they enter the model: "mask" is one row with a tree mask, "paths" a batch row for each root-to-leaf
-            path, "refuse" not at all.
+        route: how they enter the model.
         reason: what the answer rests on.
     """
 
     ok: bool
-    route: str
+    route: Route
     reason: str
 
 
 def _refuse(reason: str) -> Support:
-    return Support(False, "refuse", reason)
+    return Support(False, Route.REFUSE, reason)
 
 
 def unwrap(model: Any) -> Any:
@@ -82,7 +82,7 @@ def is_supported(model: Any) -> Support:
         if static is not None:
             return _refuse(static)
         if any(p.device.type == "meta" for p in inner.parameters()):
-            route = "mask" if _may_take_masks(inner) else "paths"
+            route = Route.MASK if _may_take_masks(inner) else Route.PATHS
             return Support(
                 True, route, "by class, config and cache layers; not probed, parameters are on the meta device"
             )
@@ -100,11 +100,11 @@ def _probed(model: PreTrainedModel) -> tuple[Support, bool]:
     if _may_take_masks(model):
         error, final = probe_masks(model)
         if error is None:
-            return Support(True, "mask", _PROVEN + _attention_hint(model)), True
+            return Support(True, Route.MASK, _PROVEN + _attention_hint(model)), True
         reasons.append(error)
     error, sure = probe_paths(model)
     if error is None:
-        return Support(True, "paths", _PROVEN_PATHS), final
+        return Support(True, Route.PATHS, _PROVEN_PATHS), final
     reasons.append(error)
     return _refuse("; and path by path, ".join(dict.fromkeys(reasons))), final and sure
 

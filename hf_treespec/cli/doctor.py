@@ -125,7 +125,7 @@ def _facts(model: PreTrainedModel) -> dict[str, Any]:
     return {
         "class": type(model).__name__,
         "ok": support.ok,
-        "route": support.route,
+        "route": str(support.route),
         "reason": support.reason,
         "cache_layers": _cache_layers(model),
         "attention": attention,

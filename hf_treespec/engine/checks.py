@@ -10,6 +10,7 @@ from torch import Tensor
 from hf_treespec import _compat
 from hf_treespec.cache import check_cache, needs_equal_rows
 from hf_treespec.errors import UnsupportedCallError
+from hf_treespec.routes import Route
 from hf_treespec.verify import are_pure
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def check_path_settings(generation_config: GenerationConfig) -> None:
             )
 
 
-def check_path_inputs(model: PreTrainedModel, model_kwargs: dict[str, Any], route: str) -> None:
+def check_path_inputs(model: PreTrainedModel, model_kwargs: dict[str, Any], route: Route) -> None:
     """Refuse a passed-in cache of the other kind: plain decoding would mix up what the two attentions have read.
 
     Raises:
@@ -150,7 +151,7 @@ def check_path_inputs(model: PreTrainedModel, model_kwargs: dict[str, Any], rout
         raise UnsupportedCallError(
             f"cache of type {type(cache).__name__} for {type(model).__name__}: expected {wanted}"
         )
-    if route == "paths" and needs_equal_rows(cache):
+    if route.by_paths and needs_equal_rows(cache):
         raise UnsupportedCallError(
             f"cache of type {type(cache).__name__} with layers of a fixed size or quantized ones: "
             f"{type(model).__name__} reads a tree path by path, which repeats rows of the cache; pass dynamic caches"

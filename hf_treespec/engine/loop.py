@@ -27,6 +27,7 @@ from hf_treespec.engine.round import RoundRunner
 from hf_treespec.engine.state import GrowingText, StopRules
 from hf_treespec.engine.synced import in_lockstep
 from hf_treespec.errors import UnsupportedCallError
+from hf_treespec.routes import Route
 from hf_treespec.stats import TreeStats
 from hf_treespec.verify import Decider, GumbelNoise, NodeScorer, are_length_free, are_pure, text_streams
 
@@ -59,7 +60,7 @@ class Request:
         streamer: already holds the prompt.
         tokenizers: those of target and draft, if they differ.
         synced_gpus: whether all ranks of the default process group must run the same forwards.
-        route: how trees enter the model: "mask" or "paths".
+        route: how trees enter the model.
     """
 
     input_ids: Tensor
@@ -72,7 +73,7 @@ class Request:
     streamer: BaseStreamer | None = None
     tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None
     synced_gpus: bool = False
-    route: str = "mask"
+    route: Route = Route.MASK
 
 
 def generate_with_tree(
@@ -112,7 +113,7 @@ def generate_with_tree(
 def _prepared(model: PreTrainedModel, request: Request) -> Iterator[None]:
     """Everything that is changed for the length of a call, and given back on every exit."""
     with ExitStack() as stack:
-        if request.route == "mask" or request.tree_config.attention != "auto":
+        if request.route.masked or request.tree_config.attention != "auto":
             stack.enter_context(attention_for_trees(model, request.tree_config.attention))
         if request.assistant_model is not None and request.assistant_model is not model:
             stack.enter_context(attention_for_trees(request.assistant_model, request.tree_config.attention))
@@ -140,13 +141,13 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
     guidance, processors = None, request.logits_processor
     # Before anything is read; a guidance that turns out to be no second stream is judged below.
     check_processors([p for p in processors if type(p) is not _compat.GuidanceProcessor], config.on_stateful_processor)
-    if request.route == "mask":
+    if request.route is Route.MASK:
         guidance, processors = Guidance.start(model, processors, request.input_ids, prompt.last_positions)
     check_processors(processors, config.on_stateful_processor)
     # Rows may run apart only if nothing outside their own text can tell (or ask for whole steps).
     # A gap would shift the positions of a model that counts them by its cache.
     in_step = batch == 1 or not (
-        request.route == "mask"
+        request.route.told_positions
         and rules.rowwise
         and (rules.has_eos or not rules.others)
         and are_pure(processors)
@@ -238,7 +239,7 @@ def _target(
 ) -> tuple[RowCache, TargetForward | PathForward]:
     """The cache of the rounds and their forward, by the route of the call."""
     lengths = [_compat.cache_length(cache)] * int(request.input_ids.shape[0])
-    if request.route == "paths":
+    if request.route.by_paths:
         paths = PathCache(cache, lengths)
         return paths, PathForward(model, paths, prompt, request.model_kwargs)
     rows = RowCache(cache, lengths)
@@ -250,7 +251,7 @@ def _positions(
 ) -> tuple[list[int], int | None]:
     """Per row the position of the last prompt token, and the first position that the model cannot read."""
     batch = int(request.input_ids.shape[0])
-    if request.route == "paths":
+    if request.route.by_paths:
         # Padding counts: it takes up slots of the cache.
         return [_compat.cache_length(cache) - 1] * batch, path_length_limit(model)
     limit = learned_position_limit(model, _compat.max_positions(model))

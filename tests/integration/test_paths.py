@@ -14,6 +14,7 @@ from calls import BUSHES, GREEDY, SAMPLED, Pair, twice
 from hf_treespec import Support, TreeConfig, UnsupportedCallError, _compat, enable, is_supported
 from hf_treespec.api import hooks
 from hf_treespec.engine.paths import PathForward, plan_paths
+from hf_treespec.routes import Route
 from hf_treespec.tree import TokenTree
 from seq2seq import ALIBI, VOCAB, stock, treed
 from sources import MAKERS, Source, drafting
@@ -64,7 +65,7 @@ def test_equals_plain(family: str, batch: int, sampling: dict[str, Any], maker: 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt2"])
 def test_windows_and_position_tables(monkeypatch: pytest.MonkeyPatch, family: str, batch: int, maker: str) -> None:
     """Models that would take a mask, sent down the other route."""
-    monkeypatch.setattr(hooks, "is_supported", lambda model: Support(True, "paths", "by this test"))
+    monkeypatch.setattr(hooks, "is_supported", lambda model: Support(True, Route.PATHS, "by this test"))
     forwards = []
     monkeypatch.setattr(PathForward, "__init__", noted(PathForward.__init__, forwards))
     ids, mask = prompt(family, batch)
