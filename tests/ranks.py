@@ -15,7 +15,7 @@ import torch
 from torch import distributed
 from transformers import PreTrainedModel
 
-from hf_treespec import TreeConfig, enable
+from hf_treespec import TreeConfig, UnsupportedCallError, enable
 from tiny import build, perturbed, prompt, reference
 
 OFF = TreeConfig(max_nodes=12, max_depth=5, max_children=3, fallback="off", seed=3)
@@ -61,6 +61,28 @@ def gathering(model: PreTrainedModel, code: int, gathered: list[int]) -> PreTrai
     return model
 
 
+# Calls that the second rank gets wrong.
+WRONG: dict[str, dict[str, Any]] = {
+    "mask": {"attention_mask": torch.ones(1, 25, dtype=torch.long)},
+    "guidance": {"guidance_scale": 1.5, "negative_prompt_ids": torch.ones(2, 4, dtype=torch.long)},
+    "embeddings": {"inputs_embeds": torch.zeros(1, 3, 4, 5)},
+}
+
+
+def refusals(target: PreTrainedModel, rank: int) -> dict[str, str]:
+    """What each rank is told when the call of one is refused; a rank that goes on alone runs into the time limit."""
+    told = {}
+    for name, wrong in WRONG.items():
+        ids, mask = prompt("llama", 1, seed=rank)
+        try:
+            call = {"attention_mask": mask, **(wrong if rank else {})}
+            target.generate(ids, tree_config=OFF, synced_gpus=True, max_new_tokens=6, **call)
+            told[name] = "nothing"
+        except UnsupportedCallError as error:
+            told[name] = str(error)
+    return told
+
+
 def main(rank: int, world: int, folder: Path) -> None:
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=30)
@@ -88,6 +110,7 @@ def main(rank: int, world: int, folder: Path) -> None:
             "drafted": target.treespec_stats.drafted_nodes,
             "hooks": len(target._forward_pre_hooks) + len(draft._forward_pre_hooks),
         }
+    results["refusals"] = refusals(target, rank)
     (folder / f"{rank}.json").write_text(json.dumps(results))
     distributed.destroy_process_group()
 

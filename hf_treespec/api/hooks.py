@@ -21,7 +21,7 @@ from hf_treespec.api.outliers import has_shared_outliers
 from hf_treespec.api.support import is_supported, require_support, unwrap
 from hf_treespec.attention import check_attention
 from hf_treespec.config import TreeConfig
-from hf_treespec.engine import Request, check_path_settings, check_settings, generate_with_tree
+from hf_treespec.engine import Request, check_cache_of, check_path_settings, check_settings, generate_with_tree
 from hf_treespec.errors import TreeConfigError, UnsupportedCallError
 
 if TYPE_CHECKING:
@@ -63,6 +63,12 @@ def _extract_mode_kwargs(
         # Before transformers asks for `trust_remote_code` to load a mode that takes no tree.
         own = model.generation_config
         refuse_modes(lambda name: kwargs.get(name, own.do_sample if name == "do_sample" else None))
+        # Nothing of an earlier call may pass for the statistics of this one, should it be refused.
+        model.__dict__.pop("treespec_stats", None)
+        cache = _compat.passed_cache(kwargs)
+        if cache is not None:
+            # Here, because an encoder runs before the decoding hook.
+            check_cache_of(model, cache, require_support(model, "the model").route)
     mode_kwargs = original(custom_generate, kwargs, *args, **named)
     if config is not None:
         mode_kwargs["tree_config"] = config
@@ -90,8 +96,6 @@ def _validate_mode(
                 f"{name}={value!r} with tree_config: both say how to speculate; leave {name} out (trees from an "
                 "assistant_model or n-grams of the text take its place), or leave tree_config out"
             )
-    # Nothing of an earlier call may pass for the statistics of this one, should it be refused.
-    model.__dict__.pop("treespec_stats", None)
     check_settings(
         generation_config,
         synced_gpus=bool(mode_kwargs.get("synced_gpus")),

@@ -1,6 +1,6 @@
 """Runs rounds: prefill, draft, one target forward, walk, commit, emit."""
 
-from hf_treespec.engine.checks import check_path_settings, check_settings
+from hf_treespec.engine.checks import check_cache_of, check_path_settings, check_settings
 from hf_treespec.engine.forward import TargetForward
 from hf_treespec.engine.loop import Request, generate_with_tree
 from hf_treespec.engine.paths import PathForward
@@ -11,6 +11,7 @@ __all__ = [
     "Prompt",
     "Request",
     "TargetForward",
+    "check_cache_of",
     "check_path_settings",
     "check_settings",
     "generate_with_tree",

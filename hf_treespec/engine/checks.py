@@ -16,7 +16,13 @@ from hf_treespec.verify import are_pure
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
 
-__all__ = ["check_inputs", "check_path_inputs", "check_path_settings", "check_processors", "check_settings"]
+__all__ = [
+    "check_cache_of",
+    "check_inputs",
+    "check_path_settings",
+    "check_processors",
+    "check_settings",
+]
 
 # The last ones are old names of "static".
 _CACHE_KINDS = (None, "dynamic", "quantized", "static", "sliding_window", "hybrid", "hybrid_chunked")
@@ -88,9 +94,6 @@ def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
     Raises:
         UnsupportedCallError: naming the argument and what to do.
     """
-    cache = _compat.passed_cache(model_kwargs)
-    if cache is not None:
-        check_cache(cache)
     if input_ids.shape[1] == 0 and model_kwargs.get("inputs_embeds") is None:
         raise UnsupportedCallError("input_ids are empty: pass at least one token, for example the bos token")
 
@@ -136,16 +139,22 @@ def check_path_settings(generation_config: GenerationConfig) -> None:
             )
 
 
-def check_path_inputs(model: PreTrainedModel, model_kwargs: dict[str, Any], route: Route) -> None:
-    """Refuse a passed-in cache of the other kind: plain decoding would mix up what the two attentions have read.
+def check_cache_of(model: PreTrainedModel, cache: Any, route: Route) -> None:
+    """Refuse a passed-in cache that cannot hold a tree of this model.
+
+    Args:
+        model: the target.
+        cache: as passed, or None.
+        route: how trees enter the model.
 
     Raises:
         UnsupportedCallError: naming the class that was expected.
     """
-    cache = _compat.passed_cache(model_kwargs)
     if cache is None:
         return
+    check_cache(cache)
     pair = _compat.is_encoder_decoder(model)
+    # Of the other kind plain decoding would mix up what the two attentions have read.
     if isinstance(cache, _compat.EncoderDecoderCache) != pair:
         wanted = "EncoderDecoderCache" if pair else "DynamicCache"
         raise UnsupportedCallError(

@@ -84,10 +84,25 @@ class Guidance:
         self.last_positions = last_positions
 
     @classmethod
+    def check(
+        cls, model: PreTrainedModel, processors: LogitsProcessorList, input_ids: Tensor, last_positions: Tensor
+    ) -> None:
+        """Refuse an unconditional prompt that does not fit the batch; arguments as of `start`.
+
+        Raises:
+            UnsupportedCallError: naming its shape and the right one.
+        """
+        processor = _known(model, processors, last_positions)
+        if processor is not None:
+            ids, mask = _prompt_of(processor, input_ids)
+            given = processor.unconditional_context["input_ids"] is not None
+            _check(ids, mask, int(input_ids.shape[0]), given=given)
+
+    @classmethod
     def start(
         cls, model: PreTrainedModel, processors: LogitsProcessorList, input_ids: Tensor, last_positions: Tensor
     ) -> tuple[Guidance | None, LogitsProcessorList]:
-        """Read the unconditional prompt.
+        """Read the unconditional prompt, which has passed `check`.
 
         Args:
             model: the target.
@@ -98,17 +113,12 @@ class Guidance:
         Returns:
             The stream and a list that mixes it in at the same place. None and the list itself for a call without
             guidance, and where the stream cannot be read with trees.
-
-        Raises:
-            UnsupportedCallError: for an unconditional prompt that does not fit the batch, before any forward.
         """
         processor = _known(model, processors, last_positions)
         if processor is None:
             return None, processors
         device = _compat.input_device(model, input_ids.device)
         ids, mask = (part.to(device) for part in _prompt_of(processor, input_ids))
-        given = processor.unconditional_context["input_ids"] is not None
-        _check(ids, mask, int(input_ids.shape[0]), given=given)
         batch, width = ids.shape
         rows = RowCache(_compat.make_cache(model.config), [0] * batch)
         # As the processor reads it: with a mask and without position ids.

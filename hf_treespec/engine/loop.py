@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from hf_treespec.cache import PathCache, RowCache, check_cache, check_windows, n
 from hf_treespec.config import TreeConfig
 from hf_treespec.control import SizePolicy
 from hf_treespec.draft import Draft, ModelDraft, NgramDraft, RetokenizedDraft
-from hf_treespec.engine.checks import check_inputs, check_path_inputs, check_processors
+from hf_treespec.engine.checks import check_cache_of, check_inputs, check_processors
 from hf_treespec.engine.forward import TargetForward
 from hf_treespec.engine.guidance import Guidance
 from hf_treespec.engine.outputs import KeptStates
@@ -25,7 +25,7 @@ from hf_treespec.engine.paths import PathForward, path_length_limit
 from hf_treespec.engine.prompt import Prompt
 from hf_treespec.engine.round import RoundRunner
 from hf_treespec.engine.state import GrowingText, StopRules
-from hf_treespec.engine.synced import in_lockstep
+from hf_treespec.engine.synced import in_lockstep, refused_together
 from hf_treespec.errors import UnsupportedCallError
 from hf_treespec.routes import Route
 from hf_treespec.stats import TreeStats
@@ -92,14 +92,14 @@ def generate_with_tree(
     Raises:
         UnsupportedCallError: before any forward, for calls that cannot be right with a tree.
     """
-    check_inputs(request.input_ids, request.model_kwargs)
-    check_path_inputs(model, request.model_kwargs, request.route)
     stats = TreeStats(batch_size=int(request.input_ids.shape[0]))
     start = time.perf_counter()
+    with refused_together(request.input_ids.device) if request.synced_gpus else nullcontext():
+        prompt = _checked(model, request)
     refused = False
     try:
         with _prepared(model, request):
-            return _decode(model, request, stats, start)
+            return _decode(model, request, prompt, stats, start)
     except UnsupportedCallError:
         refused = True
         raise
@@ -107,6 +107,30 @@ def generate_with_tree(
         stats.total_seconds = time.perf_counter() - start
         if not refused:
             report(stats)
+
+
+def _checked(model: PreTrainedModel, request: Request) -> Prompt:
+    """The prompt of the call, once nothing speaks against it."""
+    check_inputs(request.input_ids, request.model_kwargs)
+    # The caller's, which was checked before, or the one that `generate` has made.
+    passed = _compat.passed_cache(request.model_kwargs)
+    check_cache_of(model, passed, request.route)
+    limit = StopRules.of(request.stopping_criteria).max_length
+    prompt = Prompt.of(
+        request.input_ids,
+        request.model_kwargs,
+        request.generation_config,
+        encoder_decoder=_compat.is_encoder_decoder(model),
+    )
+    # The last token is never written.
+    check_windows(passed, None if limit is None else prompt.slots(limit) - 1)
+    processors = request.logits_processor
+    # Guidance that turns out to be no second stream is judged when that is known.
+    others = [p for p in processors if type(p) is not _compat.GuidanceProcessor]
+    check_processors(others, request.tree_config.on_stateful_processor)
+    if request.route is Route.MASK:
+        Guidance.check(model, processors, request.input_ids, prompt.last_positions)
+    return prompt
 
 
 @contextmanager
@@ -124,7 +148,9 @@ def _prepared(model: PreTrainedModel, request: Request) -> Iterator[None]:
         yield
 
 
-def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: float) -> GenerateOutput | Tensor:
+def _decode(
+    model: PreTrainedModel, request: Request, prompt: Prompt, stats: TreeStats, start: float
+) -> GenerateOutput | Tensor:
     config, generation = request.tree_config, request.generation_config
     batch = int(request.input_ids.shape[0])
     wants_dict = bool(generation.return_dict_in_generate)
@@ -133,14 +159,8 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
     wanted_states = KeptStates.wanted(generation)
     passed = _compat.passed_cache(request.model_kwargs)
     rules = StopRules.of(request.stopping_criteria)
-    encoder_decoder = _compat.is_encoder_decoder(model)
-    prompt = Prompt.of(request.input_ids, request.model_kwargs, generation, encoder_decoder=encoder_decoder)
-    # The last token is never written.
-    check_windows(passed, None if rules.max_length is None else prompt.slots(rules.max_length) - 1)
     stats.prompt_tokens = sum(prompt.real_tokens)
     guidance, processors = None, request.logits_processor
-    # Before anything is read; a guidance that turns out to be no second stream is judged below.
-    check_processors([p for p in processors if type(p) is not _compat.GuidanceProcessor], config.on_stateful_processor)
     if request.route is Route.MASK:
         guidance, processors = Guidance.start(model, processors, request.input_ids, prompt.last_positions)
     check_processors(processors, config.on_stateful_processor)
@@ -229,7 +249,7 @@ def _decode(model: PreTrainedModel, request: Request, stats: TreeStats, start: f
         logits=text.steps("logits"),
         cache=cache,
         **(states.fields() if states else {}),
-        encoder_decoder=encoder_decoder,
+        encoder_decoder=_compat.is_encoder_decoder(model),
     )
     return output
 

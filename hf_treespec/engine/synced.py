@@ -19,13 +19,40 @@ from torch import distributed
 
 from hf_treespec import _compat
 from hf_treespec.attention import tree_forward_context
+from hf_treespec.errors import UnsupportedCallError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["in_lockstep"]
+__all__ = ["in_lockstep", "refused_together"]
 
 _DONE = 0
+
+
+@contextmanager
+def refused_together(device: torch.device) -> Iterator[None]:
+    """A call that is refused inside is refused on every rank: one that went on would wait for the others for ever.
+
+    Args:
+        device: where the process group reduces.
+
+    Raises:
+        UnsupportedCallError: on a rank whose own call is right, if that of another is not.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    refused = torch.tensor(int(failure is not None), device=device)
+    distributed.all_reduce(refused, op=distributed.ReduceOp.MAX)
+    if failure is not None:
+        raise failure
+    if int(refused):
+        raise UnsupportedCallError(
+            "synced_gpus=True with tree_config: the call of another rank was refused, and no rank can go on alone; "
+            "that rank's own error says why"
+        )
 
 
 @contextmanager

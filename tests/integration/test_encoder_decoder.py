@@ -334,8 +334,12 @@ def test_an_assistant_behind_an_encoder_is_refused(family: str) -> None:
         treed(family).generate(**source_text(1), tree_config=NGRAMS, assistant_model=stock(family))
 
 
-def test_a_cache_for_one_attention_only_is_refused() -> None:
-    cache = DynamicCache(config=stock("t5").config)
+@families
+def test_a_cache_for_one_attention_only_is_refused_before_the_encoder_runs(family: str) -> None:
+    model, ran = treed(family), []
+    cache = DynamicCache(config=stock(family).config)
+    handle = model.get_encoder().register_forward_pre_hook(lambda *_: ran.append(1))
     with pytest.raises(UnsupportedCallError, match="cache of type DynamicCache .* expected EncoderDecoderCache"):
-        treed("t5").generate(**source_text(1), tree_config=NGRAMS, **cache_argument(cache))
-    assert cache.get_seq_length() == 0
+        model.generate(**source_text(1), tree_config=NGRAMS, **cache_argument(cache))
+    handle.remove()
+    assert not ran and cache.get_seq_length() == 0

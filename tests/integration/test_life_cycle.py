@@ -267,6 +267,14 @@ def test_accelerate_hooks(hook: Callable[[PreTrainedModel], PreTrainedModel], wh
         assert model.treespec_stats.accepted_tokens > 0
 
 
+def test_guidance_over_offloaded_weights() -> None:
+    """The device of the model is "meta" then, where no prompt of the second stream may go."""
+    model = enable(offloaded(build("llama")))
+    call = {"guidance_scale": 1.7, "negative_prompt_ids": torch.tensor([[3, 9, 4]])}
+    assert_same_text(plain(**call), say(model, assistant_model=perturbed(stock("llama")), **call))
+    assert model.treespec_stats.accepted_tokens > 0
+
+
 def test_hooks_of_the_user_see_every_forward() -> None:
     model = enable(build("llama"))
     seen = []

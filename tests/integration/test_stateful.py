@@ -126,9 +126,12 @@ STATEFUL: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.parametrize("guidance", [{}, {"guidance_scale": 1.5}], ids=["", "guided"])
 @batches
 @pytest.mark.parametrize("name", list(STATEFUL))
-def test_processors_that_may_have_a_state_are_refused_on_request(name: str, batch: int) -> None:
+def test_processors_that_may_have_a_state_are_refused_on_request(
+    name: str, batch: int, guidance: dict[str, float]
+) -> None:
     make, named = STATEFUL[name]
     ids, mask = prompt("llama", batch)
     model = treed("llama")
@@ -137,7 +140,7 @@ def test_processors_that_may_have_a_state_are_refused_on_request(name: str, batc
     config = BUSHES.replace(on_stateful_processor="error")
     try:
         with pytest.raises(UnsupportedCallError, match=f"on_stateful_processor='error'.*{named}.*in_step"):
-            model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False, tree_config=config, **make())
+            model.generate(ids, attention_mask=mask, max_new_tokens=4, tree_config=config, **make(), **guidance)
     finally:
         hook.remove()
     assert forwards == []

@@ -65,6 +65,20 @@ def test_cases_differ_between_ranks(outcomes: list[dict[str, Any]]) -> None:
     assert drafts["model"] > 0 and drafts["ngram"] == drafts["own_draft"] == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("mask", "attention_mask is 25 wide"),
+        ("guidance", "guidance_scale with negative_prompt_ids of shape (2, 4)"),
+        ("embeddings", "inputs_embeds has shape (1, 3, 4, 5)"),
+    ],
+)
+def test_a_refusal_on_one_rank_is_one_on_all(name: str, reason: str, outcomes: list[dict[str, Any]]) -> None:
+    right, wrong = (outcome["refusals"][name] for outcome in outcomes)
+    assert reason in wrong
+    assert "the call of another rank was refused" in right
+
+
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)

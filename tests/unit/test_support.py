@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,7 @@ from transformers import (
 from transformers import LlamaForCausalLM as Llama
 
 from hf_treespec import Support, disable, enable, is_supported
+from hf_treespec.api.probe import probe_masks
 from hf_treespec.api.support import unwrap
 
 SIZES: dict[str, Any] = {
@@ -275,6 +277,22 @@ class MoodyLlama(Llama):
         if self.error is not None:
             raise self.error
         return super().forward(*args, **kwargs)
+
+
+class DoublingLlama(Llama):
+    """Reads every row twice, so that it asks for masks of another batch than its input."""
+
+    @functools.wraps(Llama.forward)
+    def forward(self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+        outputs = super().forward(input_ids=input_ids.repeat(2, 1), **kwargs)
+        outputs.logits = outputs.logits[: len(input_ids)]
+        return outputs
+
+
+def test_a_mask_for_other_inputs_than_the_tokens_is_a_final_no() -> None:
+    reason, final = probe_masks(llama(DoublingLlama))
+    assert reason is not None and final
+    assert re.search(r"the probe was refused: a mask for batch 2 and \d+ queries was asked for .* batch 1", reason)
 
 
 def test_a_failure_that_may_pass_is_not_remembered() -> None:

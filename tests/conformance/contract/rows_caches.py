@@ -80,7 +80,7 @@ def interrupted(where: str) -> Callable[[Side], Any]:
     """The caller's cache after an exception holds a committed prefix of the text."""
 
     def run(side: Side) -> Any:
-        cache, calls = new_cache(stock("llama")), 0
+        cache, calls, stopped = new_cache(stock("llama")), 0, False
 
         def fail(*_: Any) -> Any:
             nonlocal calls
@@ -99,10 +99,12 @@ def interrupted(where: str) -> Callable[[Side], Any]:
         try:
             side.generate(helper=helper, max_new_tokens=40, **more, **cache_argument(cache))
         except Stop:
-            pass
+            stopped = True
         finally:
             if hook:
                 hook.remove()
+        if not stopped:
+            return "never interrupted"
         lengths = {int(layer.get_seq_length()) for layer in cache.layers}
         length = lengths.pop()
         if lengths or length < WIDTH:
