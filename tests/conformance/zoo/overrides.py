@@ -1,0 +1,95 @@
+"""What single model types need beside the rules of `shrink`, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_TWO_KINDS = ["full_attention", "sliding_attention"]
+_ROPES = {kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in _TWO_KINDS}
+
+# Model type: (changed fields, why).
+OVERRIDES: dict[str, tuple[dict[str, Any], str]] = {
+    "bamba": ({"attn_layer_indices": [1]}, "by default no layer has attention"),
+    "cohere_compass_text": (
+        {"layer_types": _TWO_KINDS, "rope_parameters": _ROPES}, "the default has no rotary settings and no window"
+    ),
+    "dbrx": (
+        {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+         "ffn_config": {"ffn_hidden_size": 64}},
+        "its sub-configs do not survive to_dict",
+    ),
+    "dory": (
+        {"num_hidden_layers": 8, "n_input_layers": 2, "n_recurrent_layers": 4, "n_output_layers": 2,
+         "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"] * 2},
+        "its three stacks add up to the number of layers",
+    ),
+    "falcon_h1": ({"mamba_d_ssm": 128, "mamba_d_head": 16}, "heads and head width make up the state width"),
+    "gemma3n_text": (
+        {"num_kv_shared_layers": 2, "layer_types": _TWO_KINDS * 2, "num_hidden_layers": 4, "intermediate_size": 128,
+         "activation_sparsity_pattern": [0.5, 0.0, 0.5, 0.0]},
+        "the layers that share a cache must be of the kinds that fill it",
+    ),
+    "granitemoehybrid": ({"layer_types": ["linear_attention", "full_attention"]}, "by default no layer has attention"),
+    "hrm_text": (
+        {"num_hidden_layers": 16, "num_layers_per_stack": 2},
+        "every cycle of a stack has layers of its own in the cache",
+    ),
+    "jamba": (
+        {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+         "use_mamba_kernels": False},
+        "by default no early layer has attention",
+    ),
+    "laguna": (
+        {"layer_types": _TWO_KINDS, "num_attention_heads_per_layer": [4, 4], "mlp_layer_types": ["dense", "sparse"]},
+        "the default has windows in no layer",
+    ),
+    "lfm2_moe": ({"layer_types": ["conv", "full_attention"]}, "the default names no kinds of layers"),
+    "mamba2": ({"num_heads": 8, "n_groups": 2}, "heads times head width is twice the hidden width"),
+    "nemotron": ({"num_key_value_heads": 2}, "the default names no number of key heads"),
+    "recurrent_gemma": ({"num_hidden_layers": 3}, "its block of three kinds repeats"),
+    "xlstm": ({"hidden_size": 128, "embedding_dim": 128}, "half of the hidden width is rounded up to 64"),
+    "xmod": ({"default_language": "en_XX"}, "it wants a language"),
+    "zamba2": (
+        {"mamba_headdim": 16, "n_mamba_heads": 8, "attention_hidden_size": 128, "attention_head_dim": 32,
+         "kv_channels": 16, "num_hidden_layers": 3, "hybrid_layer_ids": [1, 2],
+         "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
+        "attention reads twice the hidden width",
+    ),
+    "zamba": (
+        {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "linear_attention", "hybrid", "hybrid"],
+         "attention_hidden_size": 128, "attention_head_dim": 32, "use_mamba_kernels": False},
+        "its two attention layers share weights",
+    ),
+    "qwen4_exp_text": (
+        {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 4,
+         "indexer_compress_ratio": 1, "hc_lowrank": 16},
+        "the default has no sizes for its indexer",
+    ),
+    "reformer": (
+        {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [8, 16], "local_attn_chunk_length": 8,
+         "lsh_attn_chunk_length": 8, "hash_seed": 1, "num_buckets": 4, "attn_layers": ["local", "lsh"]},
+        "tables and chunks of one size, chunks longer than there are heads (it mixes the two up); hashes that are not "
+        "drawn anew in each call",
+    ),
+}  # fmt: skip
+OVERRIDES["qwen4_exp"] = ({"text_config": OVERRIDES["qwen4_exp_text"][0]}, OVERRIDES["qwen4_exp_text"][1])
+
+# Model type: why no model of it can be built here.
+UNBUILT: dict[str, str] = {
+    "gemma3n": "its vision tower needs timm; its text part is gemma3n_text",
+    "gemma4_assistant": "a drafter that reads hidden states and caches of its target, no language model by itself",
+    "gemma4_unified_assistant": "a drafter that reads hidden states and caches of its target, no language model by "
+    "itself",
+}
+
+# Model type: why plain decoding has no lively text.
+DULL: dict[str, str] = {
+    "blt": "generate() fails: the config has no number of layers",
+    "xlm": "behind a cache its logits are not numbers",
+    "xlnet": "behind a cache it reads other positions than without",
+}
+
+# Name: (model type, changed fields, why it is a case of its own).
+VARIANTS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "falcon-alibi": ("falcon", {"alibi": True}, "a bias by distance instead of rotary positions"),
+}
