@@ -153,6 +153,8 @@ def input_device(model: PreTrainedModel, given: torch.device) -> torch.device:
 
 def embedding_rows(model: PreTrainedModel) -> int:
     """Token ids that the model can read."""
-    table: Any = model.get_input_embeddings()
+    found: Any = model.get_input_embeddings()
+    # One table for each codebook of a model of sound.
+    tables: Any = found if isinstance(found, nn.ModuleList) else [found]
     # DeepSpeed ZeRO-3 leaves a parameter empty between forwards and keeps its shape beside it.
-    return int(getattr(table.weight, "ds_shape", table.weight.shape)[0])
+    return min(int(getattr(table.weight, "ds_shape", table.weight.shape)[0]) for table in tables)

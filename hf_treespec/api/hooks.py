@@ -18,7 +18,7 @@ from hf_treespec.api.assistants import (
 )
 from hf_treespec.api.modes import refuse_modes, refuse_paged
 from hf_treespec.api.outliers import has_shared_outliers
-from hf_treespec.api.support import is_supported, require_support, unwrap
+from hf_treespec.api.support import is_supported, position_modules_of, require_support, unwrap
 from hf_treespec.attention import check_attention
 from hf_treespec.config import TreeConfig
 from hf_treespec.engine import Request, check_cache_of, check_path_settings, check_settings, generate_with_tree
@@ -150,6 +150,7 @@ def _decode(
         synced_gpus=bool(kwargs.pop("synced_gpus", False)),
         model_kwargs=kwargs,
         route=is_supported(model).route,
+        position_modules=position_modules_of(model),
     )
     return generate_with_tree(model, request, lambda stats: setattr(model, "treespec_stats", stats))
 

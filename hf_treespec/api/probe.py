@@ -13,13 +13,21 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from hf_treespec import _compat
 from hf_treespec.api.outliers import without_shared_outliers
-from hf_treespec.attention import attention_for_trees, tree_masks
+from hf_treespec.attention import (
+    ModuleCalls,
+    attention_for_trees,
+    counted_by_depth,
+    position_modules,
+    recorded_calls,
+    tree_masks,
+)
 from hf_treespec.cache import PathCache, RowCache
 from hf_treespec.engine import PathForward, Prompt, TargetForward
 from hf_treespec.errors import TreeSpecError
+from hf_treespec.routes import Route
 from hf_treespec.tree import TokenTree
 
-__all__ = ["probe_masks", "probe_paths"]
+__all__ = ["find_position_modules", "probe_masks", "probe_paths"]
 
 # A chain beside the path of the last node, which skips it: a model that counts its distances in cache slots is far off
 # even if its attention hardly depends on them.
@@ -56,6 +64,8 @@ _LOW_PRECISION_TOLERANCE = 0.2
 # Rounding errors of the largest logit that are no error of the mask, and the share at which nothing would be proven.
 _ROUNDINGS = 8
 _MOST_ROUNDING = 0.25
+# What a forward may raise that is not built for what the probe asks of it.
+_FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, KeyError, IndexError)
 
 
 @contextmanager
@@ -71,8 +81,15 @@ def _evaluation(model: torch.nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def probe_masks(model: PreTrainedModel) -> tuple[str | None, bool]:
+def probe_masks(
+    model: PreTrainedModel, route: Route = Route.MASK, position_names: Sequence[str] = ()
+) -> tuple[str | None, bool]:
     """Compare a tree forward under a tree mask with plain decoding along one of the tree's paths.
+
+    Args:
+        model: the model.
+        route: one of the masked routes.
+        position_names: see `find_position_modules`, for `Route.POSITION_HOOK`.
 
     Returns:
         None if they agree, else the reason why the model cannot take a tree; and whether that is final: an exception
@@ -86,7 +103,8 @@ def probe_masks(model: PreTrainedModel) -> tuple[str | None, bool]:
         def tree_logits(sample: _Sample) -> Tensor:
             stack.enter_context(attention_for_trees(model, wanted))
             stack.enter_context(tree_masks())
-            return _tree_logits(model, sample)
+            stack.enter_context(counted_by_depth(model, route, position_names))
+            return _tree_logits(model, sample, route)
 
         return _compare(model, tree_logits, lambda sample, path: _path_logits(model, sample, path), excuse)
 
@@ -106,6 +124,35 @@ def probe_paths(model: PreTrainedModel) -> tuple[str | None, bool]:
 
     excuse = "it does not read the paths of a tree as batch rows alike"
     return _compare(model, lambda sample: _batch_logits(model, sample, _encoder_states(model)), plain, excuse)
+
+
+@torch.no_grad()
+def find_position_modules(model: PreTrainedModel) -> tuple[str, ...]:
+    """Names of the modules that make embeddings of positions from the length of the cache; none if that fails.
+
+    A few tiny forwards tell, see `position_modules`. One of them reads the padding id: positions that skip padding
+    cannot be corrected by depth, and pass for no positions here.
+    """
+    pad = getattr(model.config.get_text_config(), "pad_token_id", None)
+    pad = pad if isinstance(pad, int) and 0 <= pad < _compat.embedding_rows(model) else 0
+    prompt = (4, 3, 1, 2, 3)
+
+    def calls(tokens: tuple[int, ...], *, length: int) -> ModuleCalls:
+        cache = _compat.make_cache(model.config)
+        _read(model, prompt[:length], cache, first=0)
+        with recorded_calls(model, len(tokens)) as record:
+            _read(model, tokens, cache, first=length)
+        return record
+
+    try:
+        with _evaluation(model), without_shared_outliers(model):
+            base, other = calls((2, 3, 1), length=4), calls((3, pad, 4), length=4)
+            return position_modules(base, other, calls((2, 3, 1), length=5))
+    except torch.OutOfMemoryError:
+        raise
+    except _FAILURES:
+        # What keeps the model from being read is told by the probes of other routes.
+        return ()
 
 
 @torch.no_grad()
@@ -135,7 +182,7 @@ def _compare(
         raise  # says nothing about the model
     except TreeSpecError as error:
         return f"the probe was refused: {error}", True  # by what the model builds its masks for
-    except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, KeyError, IndexError) as error:
+    except _FAILURES as error:
         return f"the probe forward raised {type(error).__name__}: {error}", False
     assert best is not None
     scale, size, off = best
@@ -154,12 +201,12 @@ def _ids(model: PreTrainedModel, tokens: tuple[int, ...]) -> Tensor:
     return torch.tensor([tokens], device=model.device)
 
 
-def _tree_logits(model: PreTrainedModel, sample: _Sample) -> Tensor:
+def _tree_logits(model: PreTrainedModel, sample: _Sample, route: Route) -> Tensor:
     cache = _compat.make_cache(model.config)
     _read(model, sample.prompt, cache, first=0)
     rows = RowCache(cache, [len(sample.prompt)])
     last = torch.tensor([[len(sample.prompt) - 1]], device=model.device)
-    forward = TargetForward(model, rows, last, None, {"use_cache": True})
+    forward = TargetForward(model, rows, last, None, {"use_cache": True}, route=route)
     with rows.transaction():
         logits = forward([sample.tree], [1])
     return logits[0, -1].double()
@@ -178,8 +225,10 @@ def _read(model: PreTrainedModel, tokens: tuple[int, ...], cache: _compat.Cache,
     """Logits `[1, Q, V]` of a plain forward, by the model's own rules for inputs: some shift their positions."""
     positions = torch.arange(first, first + len(tokens), device=model.device)[None]
     given = {_compat.cache_kwarg(model): cache, "use_cache": True}
+    if _compat.accepts_position_ids(model):
+        given["position_ids"] = positions
     ids = _ids(model, tokens)
-    inputs = _compat.prepare_inputs(model, ids, attention_mask=None, position_ids=positions, **given)
+    inputs = _compat.prepare_inputs(model, ids, attention_mask=None, **given)
     logits: Tensor = model(**inputs, return_dict=True).logits
     return logits
 

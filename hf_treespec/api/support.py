@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -11,18 +12,24 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_treespec import _compat
-from hf_treespec.api.probe import probe_masks, probe_paths
+from hf_treespec.api.probe import find_position_modules, probe_masks, probe_paths
+from hf_treespec.attention import has_bias_functions
 from hf_treespec.cache import layer_kind
 from hf_treespec.errors import UnsupportedModelError
 from hf_treespec.routes import Route
 
-__all__ = ["Support", "is_supported", "require_support", "unwrap"]
+__all__ = ["Support", "is_supported", "position_modules_of", "require_support", "unwrap"]
 
 _REMEMBERED = 64
 _PROVEN = "a probe tree equals its paths"
+_PROVEN_BY = {
+    Route.MASK: "",
+    Route.POSITION_HOOK: " with the outputs of {} taken by depth",
+    Route.ALIBI: " with its bias by distance taken by depth",
+}
 _PROVEN_PATHS = "a probe tree equals its paths when each is a batch row"
 _LOCK = threading.Lock()
-_ANSWERS: OrderedDict[tuple[Any, ...], Support] = OrderedDict()
+_ANSWERS: OrderedDict[tuple[Any, ...], tuple[Support, tuple[str, ...]]] = OrderedDict()
 
 
 class Support(NamedTuple):
@@ -66,47 +73,71 @@ def is_supported(model: Any) -> Support:
 
     The static part reads class, config and cache layers. Then a probe compares one small tree with its paths, in a
     few tiny forwards; the answer is kept per class, config, dtype, device type and attention. A model that takes no
-    tree mask, or whose probe tells that it does not heed it, is probed for the path batch.
+    tree mask, or whose probe tells that it does not heed it, is probed for the path batch. Between the two, a model that
+    counts positions or a bias by distance in cache slots is probed with these corrected.
 
     Args:
         model: a causal LM, an encoder-decoder, or a wrapper of one. It is not changed.
     """
+    return _answer(model)[0]
+
+
+def position_modules_of(model: Any) -> tuple[str, ...]:
+    """Names of the modules whose outputs `Route.POSITION_HOOK` corrects in `model`; none for other routes."""
+    return _answer(model)[1]
+
+
+def _answer(model: Any) -> tuple[Support, tuple[str, ...]]:
     inner = unwrap(model)
     if not isinstance(inner, PreTrainedModel):
-        return _refuse(f"{type(inner).__name__} is no transformers PreTrainedModel")
+        return _refuse(f"{type(inner).__name__} is no transformers PreTrainedModel"), ()
     with _LOCK:
         key = _key(inner)
         if key in _ANSWERS:
             return _ANSWERS[key]
         static = _static_reason(inner)
         if static is not None:
-            return _refuse(static)
+            return _refuse(static), ()
         if any(p.device.type == "meta" for p in inner.parameters()):
             route = Route.MASK if _may_take_masks(inner) else Route.PATHS
             return Support(
                 True, route, "by class, config and cache layers; not probed, parameters are on the meta device"
-            )
-        answer, final = _probed(inner)
+            ), ()
+        answer, names, final = _probed(inner)
         if final:
-            _ANSWERS[key] = answer
+            _ANSWERS[key] = answer, names
             while len(_ANSWERS) > _REMEMBERED:
                 _ANSWERS.popitem(last=False)
-        return answer
+        return answer, names
 
 
-def _probed(model: PreTrainedModel) -> tuple[Support, bool]:
-    """The answer of the probes, and whether it is final."""
+def _probed(model: PreTrainedModel) -> tuple[Support, tuple[str, ...], bool]:
+    """The answer of the probes, the modules that it rests on, and whether it is final."""
     reasons, final = [], True
-    if _may_take_masks(model):
-        error, final = probe_masks(model)
+    for route, names in _masked_routes(model):
+        error, sure = probe_masks(model, route, names)
         if error is None:
-            return Support(True, Route.MASK, _PROVEN + _attention_hint(model)), True
+            proof = _PROVEN + _PROVEN_BY[route].format(", ".join(names)) + _attention_hint(model)
+            return Support(True, route, proof), names, True
         reasons.append(error)
+        final = final and sure
     error, sure = probe_paths(model)
     if error is None:
-        return Support(True, Route.PATHS, _PROVEN_PATHS), final
+        return Support(True, Route.PATHS, _PROVEN_PATHS), (), final
     reasons.append(error)
-    return _refuse("; and path by path, ".join(dict.fromkeys(reasons))), final and sure
+    return _refuse("; and path by path, ".join(dict.fromkeys(reasons))), (), final and sure
+
+
+def _masked_routes(model: PreTrainedModel) -> Iterator[tuple[Route, tuple[str, ...]]]:
+    """The routes by one row that `model` may take, the cheapest first, with the modules they correct."""
+    if _may_take_masks(model):
+        yield Route.MASK, ()
+    if _compat.is_encoder_decoder(model):
+        return
+    if has_bias_functions(model):
+        yield Route.ALIBI, ()
+    if names := find_position_modules(model):
+        yield Route.POSITION_HOOK, names
 
 
 def _may_take_masks(model: PreTrainedModel) -> bool:

@@ -24,7 +24,7 @@ from torch import Tensor
 from hf_treespec import _compat
 from hf_treespec.errors import TreeSpecError
 
-__all__ = ["TreeContext", "tree_forward_context", "tree_masks"]
+__all__ = ["TreeContext", "active_tree", "tree_forward_context", "tree_masks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,14 @@ class TreeContext:
         depths_BQ: int64, how many positions each query lies behind the last committed slot.
         slot_depths_BM: int64, the same for every tree slot.
         visible_BQM: bool, whether the query may see the tree slot: itself and its ancestors.
+        keys: slots of a layer that forgets nothing, with this forward's and any spare ones; None if not known.
     """
 
     base: int
     depths_BQ: Tensor
     slot_depths_BM: Tensor
     visible_BQM: Tensor
+    keys: int | None = None
 
 
 _ACTIVE: ContextVar[TreeContext | None] = ContextVar("hf_treespec_tree", default=None)
@@ -73,6 +75,11 @@ def tree_masks() -> Iterator[None]:
                     if isinstance(current, partial) and current.func is _dispatch:
                         _compat.register_mask_function(name, original)
                 _ORIGINALS.clear()
+
+
+def active_tree() -> TreeContext | None:
+    """The tree of the forward that is running, or None for a plain one."""
+    return _ACTIVE.get()
 
 
 @contextmanager

@@ -66,6 +66,11 @@ class RowCache:
         self._capacity = capacity(self.layers)
 
     @property
+    def capacity(self) -> int | None:
+        """Slots of a cache of a fixed size, or None if it grows."""
+        return self._capacity
+
+    @property
     def room(self) -> int | None:
         """Slots that are left behind the committed ones, or None if the cache grows."""
         return None if self._capacity is None else self._capacity - self.physical

@@ -15,7 +15,8 @@ from hf_treespec import _compat
 from hf_treespec.attention import TreeContext, node_positions, tree_forward_context
 from hf_treespec.cache import RowCache
 from hf_treespec.engine.outputs import KeptStates
-from hf_treespec.tree import TokenTree, layout_trees
+from hf_treespec.routes import Route
+from hf_treespec.tree import TokenTree, align_trees, layout_trees
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,6 +37,8 @@ class TargetForward:
         prompt_mask_BP: int64 `[B, P]` with 0 at prompt padding, or None.
         model_kwargs: the other keyword arguments of the call, passed on as plain decoding passes them.
         states: gets the outputs of each forward, if the call asks for more than logits.
+        route: one of the masked routes. A model that counts by slots counts the same in all rows, so that its trees
+            are aligned by depth.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class TargetForward:
         prompt_mask_BP: Tensor | None,
         model_kwargs: Mapping[str, Any],
         states: KeptStates | None = None,
+        route: Route = Route.MASK,
     ) -> None:
         self._model = model
         self._cache = cache
@@ -55,6 +59,18 @@ class TargetForward:
         self._kwargs = {k: v for k, v in model_kwargs.items() if k not in _OWN_KWARGS}
         self._cache_kwarg = _compat.cache_kwarg(model)
         self._states = states
+        self._aligned = not route.told_positions
+        # As in plain decoding: positions are told to models that take them.
+        self._tells_positions = route.told_positions or _compat.accepts_position_ids(model)
+        # A bias is made from the mask, or by another function where there is none.
+        self._wants_mask = route is Route.ALIBI
+        self._slots: list[list[int]] | None = None
+
+    def slots(self, paths: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """Tree slots of nodes of the trees that were read last, per row."""
+        if self._slots is None:
+            return paths
+        return [[slots[node] for node in path] for slots, path in zip(self._slots, paths, strict=True)]
 
     def __call__(self, trees: Sequence[TokenTree], ahead: Sequence[int]) -> Tensor:
         """Logits `[B, N, V]` of all nodes.
@@ -64,25 +80,32 @@ class TargetForward:
             ahead: per row, how many positions its root lies behind the last prompt token.
         """
         device = self._last_positions.device
-        layout = layout_trees(trees, device)
+        if self._aligned and len(trees) > 1:
+            layout, self._slots = align_trees(trees, device)
+        else:
+            layout, self._slots = layout_trees(trees, device), None
         nodes = layout.nodes
         positions = node_positions(self._last_positions, torch.tensor(ahead, device=device)[:, None], layout.depths_BN)
         # A root alone is an ordinary decoding step: the model's own mask serves, and the step costs what plain costs.
         context = None
+        mask = self._cache.mask(nodes, self._prompt_mask, device)
         if nodes > 1:
             context = TreeContext(
                 base=self._cache.physical,
                 depths_BQ=layout.depths_BN,
                 slot_depths_BM=layout.depths_BN,
                 visible_BQM=layout.ancestors_BNN(),
+                keys=self._cache.capacity or self._cache.physical + nodes,
             )
+            if mask is None and self._wants_mask:
+                mask = torch.ones((len(trees), self._cache.physical + nodes), dtype=torch.long, device=device)
         # With a static cache the inputs come with their masks.
         with tree_forward_context(context):
             inputs = _compat.prepare_inputs(
                 self._model,
                 layout.tokens_BN,
-                attention_mask=self._cache.mask(nodes, self._prompt_mask, device),
-                position_ids=positions,
+                attention_mask=mask,
+                **({"position_ids": positions} if self._tells_positions else {}),
                 **{self._cache_kwarg: self._cache.cache},
                 **continued_kinds(self._kwargs, nodes),
                 **({"logits_to_keep": 0} if _compat.supports_logits_to_keep(self._model) else {}),
@@ -91,7 +114,14 @@ class TargetForward:
         if self._states is not None:
             self._states.see(outputs)
         logits: Tensor = outputs.logits
-        return logits
+        return logits if self._slots is None else _take(logits, self._slots)
+
+
+def _take(logits_BSV: Tensor, slots: Sequence[Sequence[int]]) -> Tensor:
+    """`[B, N, V]` of the nodes at these slots; rows with fewer nodes repeat their root's."""
+    nodes = max(len(row) for row in slots)
+    index = torch.tensor([[*row, *[0] * (nodes - len(row))] for row in slots], device=logits_BSV.device)
+    return logits_BSV[torch.arange(len(slots), device=logits_BSV.device)[:, None], index]
 
 
 def continued_kinds(model_kwargs: Mapping[str, Any], nodes: int) -> dict[str, Any]:

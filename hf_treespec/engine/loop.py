@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_treespec import _compat
-from hf_treespec.attention import attention_for_trees, learned_position_limit, tree_masks
+from hf_treespec.attention import attention_for_trees, counted_by_depth, learned_position_limit, tree_masks
 from hf_treespec.cache import PathCache, RowCache, check_cache, check_windows, needs_equal_rows, restored_on_error
 from hf_treespec.config import TreeConfig
 from hf_treespec.control import SizePolicy
@@ -61,6 +61,7 @@ class Request:
         tokenizers: those of target and draft, if they differ.
         synced_gpus: whether all ranks of the default process group must run the same forwards.
         route: how trees enter the model.
+        position_modules: names of those that make embeddings of positions, for `Route.POSITION_HOOK`.
     """
 
     input_ids: Tensor
@@ -74,6 +75,7 @@ class Request:
     tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None
     synced_gpus: bool = False
     route: Route = Route.MASK
+    position_modules: tuple[str, ...] = ()
 
 
 def generate_with_tree(
@@ -142,6 +144,7 @@ def _prepared(model: PreTrainedModel, request: Request) -> Iterator[None]:
         if request.assistant_model is not None and request.assistant_model is not model:
             stack.enter_context(attention_for_trees(request.assistant_model, request.tree_config.attention))
         stack.enter_context(tree_masks())
+        stack.enter_context(counted_by_depth(model, request.route, request.position_modules))
         if request.synced_gpus:
             models = dict.fromkeys(m for m in (model, request.assistant_model) if m is not None)
             stack.enter_context(in_lockstep(list(models), request.input_ids.device))
@@ -225,6 +228,7 @@ def _decode(
         stats=stats,
         in_step=in_step,
         position_limit=position_limit,
+        by_slots=request.route.masked and not request.route.told_positions,
         readable=_compat.embedding_rows(model),
         states=states,
         batched_choice=device.type != "cpu" and not keep_scores and are_length_free(processors),
@@ -263,7 +267,8 @@ def _target(
         paths = PathCache(cache, lengths)
         return paths, PathForward(model, paths, prompt, request.model_kwargs)
     rows = RowCache(cache, lengths)
-    return rows, TargetForward(model, rows, prompt.last_positions, prompt.mask_BP, request.model_kwargs, states)
+    positions, mask = prompt.last_positions, prompt.mask_BP
+    return rows, TargetForward(model, rows, positions, mask, request.model_kwargs, states, request.route)
 
 
 def _positions(
@@ -271,7 +276,7 @@ def _positions(
 ) -> tuple[list[int], int | None]:
     """Per row the position of the last prompt token, and the first position that the model cannot read."""
     batch = int(request.input_ids.shape[0])
-    if request.route.by_paths:
+    if not request.route.told_positions:
         # Padding counts: it takes up slots of the cache.
         return [_compat.cache_length(cache) - 1] * batch, path_length_limit(model)
     limit = learned_position_limit(model, _compat.max_positions(model))

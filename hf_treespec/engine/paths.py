@@ -117,6 +117,10 @@ class PathForward:
         )
         self._cache_kwarg = _compat.cache_kwarg(model)
 
+    def slots(self, paths: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """What the cache commits for nodes of the trees that were read last: its transaction knows them by node."""
+        return paths
+
     def __call__(self, trees: Sequence[TokenTree], ahead: Sequence[int]) -> Tensor:
         """Logits `[B, N, V]` of all nodes.
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Protocol
 
 from torch import Tensor
 
@@ -21,12 +22,24 @@ from hf_treespec.verify import Decider, GumbelNoise, walk_trees
 __all__ = ["RoundRunner"]
 
 
+class Forward(Protocol):
+    """The target forward of a round."""
+
+    def __call__(self, trees: Sequence[TokenTree], ahead: Sequence[int]) -> Tensor:
+        """Logits `[B, N, V]` of trees and of how far their roots lie behind the prompt."""
+        ...
+
+    def slots(self, paths: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """What the cache commits for the nodes of the paths."""
+        ...
+
+
 class RoundRunner:
     """Everything that a round needs; `run` does one.
 
     Args:
         text: the growing text.
-        forward: logits `[B, N, V]` of trees and of how far their roots lie behind the prompt.
+        forward: of the target.
         cache: the target's cache.
         draft: source of trees.
         policy: size policy.
@@ -36,6 +49,7 @@ class RoundRunner:
         in_step: whether all rows emit the same number of tokens.
         last_positions: per row the position id of the last prompt token.
         position_limit: first position that the target cannot read, or None.
+        by_slots: whether all nodes take up positions, and the trees of a batch slots of common depths.
         readable: token ids that the target can read.
         batched_choice: choose at all nodes on the device in one go.
         states: hidden states and attentions that the call asks for; rows must be in step.
@@ -46,7 +60,7 @@ class RoundRunner:
         self,
         *,
         text: GrowingText,
-        forward: Callable[[Sequence[TokenTree], Sequence[int]], Tensor],
+        forward: Forward,
         cache: RowCache,
         draft: Draft,
         policy: SizePolicy,
@@ -56,6 +70,7 @@ class RoundRunner:
         in_step: bool,
         last_positions: Sequence[int],
         position_limit: int | None,
+        by_slots: bool = False,
         readable: int,
         batched_choice: bool,
         states: KeptStates | None = None,
@@ -72,6 +87,7 @@ class RoundRunner:
         self._in_step = in_step
         self._last_positions = last_positions
         self._position_limit = position_limit
+        self._by_slots = by_slots
         self._readable = readable
         self._batched_choice = batched_choice
         self._states = states
@@ -137,6 +153,8 @@ class RoundRunner:
     def _row_limits(self, row: int, limits: TreeLimits, *, drafts: bool) -> TreeLimits:
         """What the row has room for: a round emits one token more than its path is deep."""
         depth = self._cache.path_limit
+        # A static cache has room for what plain decoding writes: near its end trees shrink to nothing.
+        spare = [] if self._cache.room is None else [self._cache.room - 1]
         room = self._text.room(row)
         if room is not None:
             depth = room - 1 if depth is None else min(depth, room - 1)
@@ -144,10 +162,12 @@ class RoundRunner:
             root = self._last_positions[row] + self._text.new_lengths[row]
             ahead = self._position_limit - 1 - root
             depth = ahead if depth is None else min(depth, ahead)
+            if self._by_slots:
+                spare.append(ahead)
         nodes = None if drafts and (self._states is None or self._states.cuttable) else 0
-        if nodes is None and self._cache.room is not None:
-            # A static cache has room for what plain decoding writes: near its end trees shrink to nothing.
-            nodes = self._cache.room - 1
+        if nodes is None and spare:
+            # Slots of common depths are no more than the nodes of all rows.
+            nodes = min(spare) // (len(self._last_positions) if self._by_slots else 1)
         return limits.capped(max_nodes=nodes, max_depth=depth)
 
     def _padding_depth(self, row: int, limits: TreeLimits) -> int:
@@ -193,10 +213,11 @@ class RoundRunner:
                 in_step=self._in_step,
                 choices=choices,
             )
+            slots = self._forward.slots(paths)
             if self._states is not None:
-                self._states.keep(paths, self._cache)
+                self._states.keep(slots, self._cache)
             verified = time.perf_counter()
-            transaction.commit(paths)
+            transaction.commit(slots)
             if guidance is not None:
                 guidance.commit(paths)
         self._draft.commit(paths)

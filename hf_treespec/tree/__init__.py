@@ -1,5 +1,6 @@
 """Token trees as plain data: topology, growth, tensor layout, JSON. No transformers here."""
 
+from hf_treespec.tree.align import align_trees
 from hf_treespec.tree.codec import shape_from_json, shape_to_json, tree_from_json, tree_to_json
 from hf_treespec.tree.growth import GROWTH_POLICIES, Candidate, Expander, grow
 from hf_treespec.tree.layout import TreeLayout, layout_trees, pack_bits, unpack_words
@@ -14,6 +15,7 @@ __all__ = [
     "TreeBuilder",
     "TreeLayout",
     "TreeLimits",
+    "align_trees",
     "best_first_shape",
     "grow",
     "layout_trees",
