@@ -23,6 +23,7 @@ from hf_treespec.attention import check_attention
 from hf_treespec.config import TreeConfig
 from hf_treespec.engine import Request, check_cache_of, check_path_settings, check_settings, generate_with_tree
 from hf_treespec.errors import TreeConfigError, UnsupportedCallError
+from hf_treespec.routes import Route
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
@@ -138,6 +139,7 @@ def _decode(
         return original(input_ids, *args, **kwargs)
     tokenizers = differing_tokenizers(kwargs.pop("tokenizer", None), kwargs.pop("assistant_tokenizer", None))
     kwargs.pop("inputs_tensor", None)
+    route = is_supported(model).route
     request = Request(
         input_ids=input_ids,
         logits_processor=kwargs.pop("logits_processor"),
@@ -149,8 +151,8 @@ def _decode(
         tokenizers=tokenizers,
         synced_gpus=bool(kwargs.pop("synced_gpus", False)),
         model_kwargs=kwargs,
-        route=is_supported(model).route,
-        position_modules=position_modules_of(model),
+        route=route,
+        position_modules=position_modules_of(model) if route is Route.POSITION_HOOK else (),
     )
     return generate_with_tree(model, request, lambda stats: setattr(model, "treespec_stats", stats))
 

@@ -29,7 +29,8 @@ _PROVEN_BY = {
 }
 _PROVEN_PATHS = "a probe tree equals its paths when each is a batch row"
 _LOCK = threading.Lock()
-_ANSWERS: OrderedDict[tuple[Any, ...], tuple[Support, tuple[str, ...]]] = OrderedDict()
+_ANSWERS: OrderedDict[tuple[Any, ...], Support] = OrderedDict()
+_POSITION_MODULES: OrderedDict[tuple[Any, ...], tuple[str, ...]] = OrderedDict()
 
 
 class Support(NamedTuple):
@@ -73,59 +74,63 @@ def is_supported(model: Any) -> Support:
 
     The static part reads class, config and cache layers. Then a probe compares one small tree with its paths, in a
     few tiny forwards; the answer is kept per class, config, dtype, device type and attention. A model that takes no
-    tree mask, or whose probe tells that it does not heed it, is probed for the path batch. Between the two, a model that
-    counts positions or a bias by distance in cache slots is probed with these corrected.
+    tree mask, or whose probe tells that it does not heed it, is probed for the path batch. Between the two, a model
+    that counts positions or a bias by distance in cache slots is probed with these corrected.
 
     Args:
         model: a causal LM, an encoder-decoder, or a wrapper of one. It is not changed.
     """
-    return _answer(model)[0]
-
-
-def position_modules_of(model: Any) -> tuple[str, ...]:
-    """Names of the modules whose outputs `Route.POSITION_HOOK` corrects in `model`; none for other routes."""
-    return _answer(model)[1]
-
-
-def _answer(model: Any) -> tuple[Support, tuple[str, ...]]:
     inner = unwrap(model)
     if not isinstance(inner, PreTrainedModel):
-        return _refuse(f"{type(inner).__name__} is no transformers PreTrainedModel"), ()
+        return _refuse(f"{type(inner).__name__} is no transformers PreTrainedModel")
     with _LOCK:
         key = _key(inner)
         if key in _ANSWERS:
             return _ANSWERS[key]
         static = _static_reason(inner)
         if static is not None:
-            return _refuse(static), ()
+            return _refuse(static)
         if any(p.device.type == "meta" for p in inner.parameters()):
             route = Route.MASK if _may_take_masks(inner) else Route.PATHS
             return Support(
                 True, route, "by class, config and cache layers; not probed, parameters are on the meta device"
-            ), ()
-        answer, names, final = _probed(inner)
+            )
+        answer, final = _probed(inner)
         if final:
-            _ANSWERS[key] = answer, names
-            while len(_ANSWERS) > _REMEMBERED:
-                _ANSWERS.popitem(last=False)
-        return answer, names
+            _remember(_ANSWERS, key, answer)
+        return answer
 
 
-def _probed(model: PreTrainedModel) -> tuple[Support, tuple[str, ...], bool]:
-    """The answer of the probes, the modules that it rests on, and whether it is final."""
+def _remember(answers: OrderedDict[tuple[Any, ...], Any], key: tuple[Any, ...], answer: Any) -> None:
+    answers[key] = answer
+    while len(answers) > _REMEMBERED:
+        answers.popitem(last=False)
+
+
+def position_modules_of(model: PreTrainedModel) -> tuple[str, ...]:
+    """Names of the modules whose outputs `Route.POSITION_HOOK` corrects in `model`."""
+    key = _key(model)
+    names = _POSITION_MODULES.get(key, ())
+    if not names and (names := find_position_modules(model)):
+        _remember(_POSITION_MODULES, key, names)
+    return names
+
+
+def _probed(model: PreTrainedModel) -> tuple[Support, bool]:
+    """The answer of the probes, and whether it is final."""
     reasons, final = [], True
     for route, names in _masked_routes(model):
         error, sure = probe_masks(model, route, names)
         if error is None:
             proof = _PROVEN + _PROVEN_BY[route].format(", ".join(names)) + _attention_hint(model)
-            return Support(True, route, proof), names, True
+            return Support(True, route, proof), final
         reasons.append(error)
         final = final and sure
     error, sure = probe_paths(model)
     if error is None:
-        return Support(True, Route.PATHS, _PROVEN_PATHS), (), final
+        return Support(True, Route.PATHS, _PROVEN_PATHS), final
     reasons.append(error)
-    return _refuse("; and path by path, ".join(dict.fromkeys(reasons))), (), final and sure
+    return _refuse("; and path by path, ".join(dict.fromkeys(reasons))), final and sure
 
 
 def _masked_routes(model: PreTrainedModel) -> Iterator[tuple[Route, tuple[str, ...]]]:
@@ -136,7 +141,7 @@ def _masked_routes(model: PreTrainedModel) -> Iterator[tuple[Route, tuple[str, .
         return
     if has_bias_functions(model):
         yield Route.ALIBI, ()
-    if names := find_position_modules(model):
+    if names := position_modules_of(model):
         yield Route.POSITION_HOOK, names
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from hf_treespec.attention.biases import biases_by_depth
 from hf_treespec.attention.sites import positions_by_depth
+from hf_treespec.errors import TreeSpecError
 from hf_treespec.routes import Route
 
 __all__ = ["counted_by_depth"]
@@ -23,6 +24,8 @@ def counted_by_depth(model: nn.Module, route: Route, position_names: Sequence[st
         position_names: modules that make embeddings of positions, for `Route.POSITION_HOOK`.
     """
     if route is Route.POSITION_HOOK:
+        if not position_names:
+            raise TreeSpecError(f"{type(model).__name__}: no module is known to make its embeddings of positions")
         return positions_by_depth(model, position_names)
     if route is Route.ALIBI:
         return biases_by_depth(model)

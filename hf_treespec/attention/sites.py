@@ -74,17 +74,16 @@ def position_modules(base: ModuleCalls, other: ModuleCalls, later: ModuleCalls) 
         return ()  # the model goes another way by what it reads
     makers, others = [], set()
     for (name, *one), (_, *two), (_, *three) in zip(base.calls, other.calls, later.calls, strict=True):
-        given, made = ([_of_positions(*kinds) for kinds in _zipped(*part)] for part in zip(one, two, three, strict=True))
-        if any(made) and not any(given):
+        given, made = (
+            any(_of_positions(*tensors) for tensors in zip(*kinds, strict=False))
+            for kinds in zip(one, two, three, strict=True)
+        )
+        if made and not given:
             makers.append(name)
         else:
             others.add(name)  # by this call or another: its output must stay as it is
     found = dict.fromkeys(name for name in makers if name not in others)
     return tuple(name for name in found if not any(inner.startswith(f"{name}.") for inner in found if name != inner))
-
-
-def _zipped(*lists: list[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    return zip(*lists, strict=False)
 
 
 def _of_positions(base: Tensor, other: Tensor, later: Tensor) -> bool:

@@ -62,6 +62,8 @@ class TargetForward:
         self._aligned = not route.told_positions
         # As in plain decoding: positions are told to models that take them.
         self._tells_positions = route.told_positions or _compat.accepts_position_ids(model)
+        # What the model makes of positions is taken by depth afterwards.
+        self._tells_slots = route is Route.POSITION_HOOK
         # A bias is made from the mask, or by another function where there is none.
         self._wants_mask = route is Route.ALIBI
         self._slots: list[list[int]] | None = None
@@ -85,7 +87,8 @@ class TargetForward:
         else:
             layout, self._slots = layout_trees(trees, device), None
         nodes = layout.nodes
-        positions = node_positions(self._last_positions, torch.tensor(ahead, device=device)[:, None], layout.depths_BN)
+        behind = torch.arange(nodes, device=device)[None] if self._tells_slots else layout.depths_BN
+        positions = node_positions(self._last_positions, torch.tensor(ahead, device=device)[:, None], behind)
         # A root alone is an ordinary decoding step: the model's own mask serves, and the step costs what plain costs.
         context = None
         mask = self._cache.mask(nodes, self._prompt_mask, device)

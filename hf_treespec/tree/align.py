@@ -1,8 +1,8 @@
 """Trees of a batch in slots whose depths are the same in all rows.
 
-A model that counts positions by its cache makes them once for all rows, so that nothing can tell it of a depth per row.
-Here the slots are sorted by depth, and every depth gets as many as the row with the most nodes there needs; chains of
-one length, the commonest case, need no more than they have.
+A model that counts positions by its cache makes them once for all rows, so that nothing can tell it of a depth per
+row. Here the slots are sorted by depth, and every depth gets as many as the row with the most nodes there needs;
+chains of one length, the commonest case, need no more than they have.
 
 Shapes: B batch rows, N slots, root included; W = ceil(N / 64) words.
 """
@@ -20,9 +20,7 @@ from hf_treespec.tree.topology import TokenTree
 __all__ = ["align_trees"]
 
 
-def align_trees(
-    trees: Sequence[TokenTree], device: torch.device | str = "cpu"
-) -> tuple[TreeLayout, list[list[int]]]:
+def align_trees(trees: Sequence[TokenTree], device: torch.device | str = "cpu") -> tuple[TreeLayout, list[list[int]]]:
     """Lay out one tree per row in slots of common depths.
 
     Args:

@@ -126,12 +126,7 @@ BY_PATHS: dict[str, Callable[[], Any]] = {
     "encoder": lambda: T5ForConditionalGeneration(
         T5Config(vocab_size=37, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
     ),
-    "alibi": lambda: BloomForCausalLM(BloomConfig(vocab_size=37, hidden_size=16, n_layer=1, n_head=2)),
-    "alibi with positions": lambda: FalconForCausalLM(
-        FalconConfig(vocab_size=37, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, alibi=True)
-    ),
     "own mask": lambda: llama(ForgetfulLlama),
-    "own positions": lambda: llama(CountingPositionsLlama),
 }
 
 
@@ -139,6 +134,30 @@ BY_PATHS: dict[str, Callable[[], Any]] = {
 def test_models_that_read_a_tree_path_by_path(name: str) -> None:
     reason = "a probe tree equals its paths when each is a batch row"
     assert is_supported(BY_PATHS[name]()) == Support(True, "paths", reason)
+
+
+BY_SLOTS: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "alibi": (
+        lambda: BloomForCausalLM(BloomConfig(vocab_size=37, hidden_size=16, n_layer=1, n_head=2)),
+        "mask+alibi", "its bias by distance taken by depth",
+    ),
+    "alibi with positions": (
+        lambda: FalconForCausalLM(
+            FalconConfig(vocab_size=37, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, alibi=True)
+        ),
+        "mask+alibi", "its bias by distance taken by depth",
+    ),
+    "own positions": (
+        lambda: llama(CountingPositionsLlama),
+        "mask+positions", "the outputs of model.rotary_emb taken by depth",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_SLOTS)
+def test_models_that_count_by_cache_slots(name: str) -> None:
+    make, route, how = BY_SLOTS[name]
+    assert is_supported(make()) == Support(True, route, f"a probe tree equals its paths with {how}")
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
@@ -183,7 +202,7 @@ def test_the_wrong_models_above_are_right_on_a_plain_text() -> None:
         torch.testing.assert_close(found, wanted)
 
 
-def test_an_exception_under_masks_is_not_remembered_for_paths() -> None:
+def test_an_exception_under_masks_is_not_remembered_for_other_routes() -> None:
     class OnceRaisingLlama(MoodyLlama):
         """Fails in the first probe only."""
 
@@ -196,7 +215,7 @@ def test_an_exception_under_masks_is_not_remembered_for_paths() -> None:
     OnceRaisingLlama.forward = functools.wraps(Llama.forward)(OnceRaisingLlama.forward)
     model = llama(OnceRaisingLlama)
     model.error = RuntimeError("device busy")
-    assert is_supported(model).route == "paths"
+    assert is_supported(model).route == "mask+positions"
     assert is_supported(model).route == "mask"
 
 
