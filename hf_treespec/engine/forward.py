@@ -64,8 +64,10 @@ class TargetForward:
         self._tells_positions = route.told_positions or _compat.accepts_position_ids(model)
         # What the model makes of positions is taken by depth afterwards.
         self._tells_slots = route is Route.POSITION_HOOK
+        # As in plain decoding: such models may make a mask of their own where they are given none.
+        self._wants_mask = self._aligned and model_kwargs.get("attention_mask") is not None
         # A bias is made from the mask, or by another function where there is none.
-        self._wants_mask = route is Route.ALIBI
+        self._trees_want_mask = route is Route.ALIBI
         self._slots: list[list[int]] | None = None
 
     def slots(self, paths: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
@@ -92,6 +94,8 @@ class TargetForward:
         # A root alone is an ordinary decoding step: the model's own mask serves, and the step costs what plain costs.
         context = None
         mask = self._cache.mask(nodes, self._prompt_mask, device)
+        if mask is None and (self._wants_mask or (nodes > 1 and self._trees_want_mask)):
+            mask = torch.ones((len(trees), self._cache.physical + nodes), dtype=torch.long, device=device)
         if nodes > 1:
             context = TreeContext(
                 base=self._cache.physical,
@@ -100,8 +104,6 @@ class TargetForward:
                 visible_BQM=layout.ancestors_BNN(),
                 keys=self._cache.capacity or self._cache.physical + nodes,
             )
-            if mask is None and self._wants_mask:
-                mask = torch.ones((len(trees), self._cache.physical + nodes), dtype=torch.long, device=device)
         # With a static cache the inputs come with their masks.
         with tree_forward_context(context):
             inputs = _compat.prepare_inputs(

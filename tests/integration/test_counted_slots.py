@@ -180,7 +180,11 @@ def test_an_exception_leaves_a_committed_prefix_and_the_model(family: str, batch
     assert fingerprint(model) == before
     length = cache.get_seq_length()
     assert WIDTH <= length < text.shape[1] - 1
-    assert_same_cache(tiny.plain_cache(stock(family), text, mask, length), cache, mask)
+    # Not read anew: in transformers 5.17 RoFormer looks ahead in its prompt.
+    wanted = stock(family).generate(
+        ids, attention_mask=mask, max_new_tokens=length - WIDTH + 1, do_sample=False, return_dict_in_generate=True
+    )
+    assert_same_cache(_compat.cache_from_outputs(wanted), cache, mask)
 
 
 @kinds
