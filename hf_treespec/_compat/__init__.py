@@ -7,9 +7,11 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import (
     Cache,
     DynamicCache,
+    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     EncoderDecoderCache,
+    StaticIndexedLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
@@ -29,6 +31,7 @@ from hf_treespec._compat.attention import (
     switch_attention,
 )
 from hf_treespec._compat.caches import (
+    EMPTY_LAYERS,
     FP8_LAYERS,
     GROUPED_LAYERS,
     cache_from_outputs,
@@ -37,6 +40,8 @@ from hf_treespec._compat.caches import (
     dequantized,
     exact_tokens,
     generation_cache,
+    is_config,
+    is_linear_attention,
     is_offloaded,
     is_user_defined,
     make_cache,
@@ -81,11 +86,13 @@ from hf_treespec._compat.processors import GuidanceProcessor, length_free_proces
 from hf_treespec._compat.warning import warn_once
 
 __all__ = [
+    "EMPTY_LAYERS",
     "FP8_LAYERS",
     "GROUPED_LAYERS",
     "MASK_IMPLEMENTATIONS",
     "Cache",
     "DynamicCache",
+    "DynamicIndexedLayer",
     "DynamicLayer",
     "DynamicSlidingWindowLayer",
     "EncoderDecoderCache",
@@ -96,6 +103,7 @@ __all__ = [
     "MaxLengthCriteria",
     "MaxTimeCriteria",
     "PreTrainedModel",
+    "StaticIndexedLayer",
     "StaticLayer",
     "StaticSlidingWindowLayer",
     "StopStringCriteria",
@@ -120,7 +128,9 @@ __all__ = [
     "has_alibi",
     "has_process_group",
     "input_device",
+    "is_config",
     "is_encoder_decoder",
+    "is_linear_attention",
     "is_offloaded",
     "is_stateful",
     "is_user_defined",

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.configuration_utils import GenerationMode
 
 __all__ = [
+    "EMPTY_LAYERS",
     "FP8_LAYERS",
     "GROUPED_LAYERS",
     "cache_from_outputs",
@@ -21,6 +22,8 @@ __all__ = [
     "dequantized",
     "exact_tokens",
     "generation_cache",
+    "is_config",
+    "is_linear_attention",
     "is_offloaded",
     "is_user_defined",
     "make_cache",
@@ -34,6 +37,9 @@ __all__ = [
 FP8_LAYERS: tuple[type, ...] = tuple(
     getattr(_caches, name) for name in ("Fp8QuantizedLayer",) if hasattr(_caches, name)
 )
+
+# Layers that hold nothing: for parts of a model that read the states of others. Transformers has them since 5.22.
+EMPTY_LAYERS: tuple[type, ...] = tuple(getattr(_caches, name) for name in ("DummyLayer",) if hasattr(_caches, name))
 
 # Layers that quantize in groups: new states stay exact until there are `residual_length`, then all are quantized anew.
 GROUPED_LAYERS: tuple[type, ...] = (_caches.QuantoQuantizedLayer, _caches.HQQQuantizedLayer)
@@ -101,6 +107,16 @@ def through_quantization(layer: Any, keys: Tensor, values: Tensor) -> tuple[Tens
     new = zip((keys, values), stored, strict=True)
     seen = [layer._dequantize(layer._quantize(states, scale=scale)) for states, (_, scale) in new]
     return seen[0], seen[1]
+
+
+def is_config(value: Any) -> bool:
+    """Whether a part of a layer's state is the config of its model."""
+    return isinstance(value, PreTrainedConfig)
+
+
+def is_linear_attention(layer: Any) -> bool:
+    """Whether a layer keeps a recurrent state, alone or beside an attention's."""
+    return isinstance(layer, _caches.LinearAttentionCacheLayerMixin)
 
 
 def is_offloaded(cache: Cache) -> bool:

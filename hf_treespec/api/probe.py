@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_treespec import _compat
+from hf_treespec.api.layer_trial import check_states, forget_layers, try_layers
 from hf_treespec.api.outliers import without_shared_outliers
 from hf_treespec.attention import (
     ModuleCalls,
@@ -84,7 +85,9 @@ def _evaluation(model: torch.nn.Module) -> Iterator[None]:
 def probe_masks(
     model: PreTrainedModel, route: Route = Route.MASK, position_names: Sequence[str] = ()
 ) -> tuple[str | None, bool]:
-    """Compare a tree forward under a tree mask with plain decoding along one of the tree's paths.
+    """Compare a tree forward under a tree mask, and a step after its commit, with plain decoding along a path.
+
+    Cache layers of unknown classes are tried first; what the commit leaves in them must be plain decoding's too.
 
     Args:
         model: the model.
@@ -101,12 +104,17 @@ def probe_masks(
     with ExitStack() as stack:
 
         def tree_logits(sample: _Sample) -> Tensor:
+            if reason := try_layers(model):
+                raise TreeSpecError(reason)
             stack.enter_context(attention_for_trees(model, wanted))
             stack.enter_context(tree_masks())
             stack.enter_context(counted_by_depth(model, route, position_names))
             return _tree_logits(model, sample, route)
 
-        return _compare(model, tree_logits, lambda sample, path: _path_logits(model, sample, path), excuse)
+        error, final = _compare(model, tree_logits, lambda sample, path: _path_logits(model, sample, path)[0], excuse)
+    if error is not None:
+        forget_layers(model)
+    return error, final
 
 
 def probe_paths(model: PreTrainedModel) -> tuple[str | None, bool]:
@@ -202,23 +210,36 @@ def _ids(model: PreTrainedModel, tokens: tuple[int, ...]) -> Tensor:
 
 
 def _tree_logits(model: PreTrainedModel, sample: _Sample, route: Route) -> Tensor:
+    """Logits `[2, V]`: at a tree node, and of the token after it once its path has been committed."""
     cache = _compat.make_cache(model.config)
     _read(model, sample.prompt, cache, first=0)
     rows = RowCache(cache, [len(sample.prompt)])
     last = torch.tensor([[len(sample.prompt) - 1]], device=model.device)
     forward = TargetForward(model, rows, last, None, {"use_cache": True}, route=route)
+    with rows.transaction() as transaction:
+        at_node = forward([sample.tree], [1])[0, -1]
+        transaction.commit([_RIGHT_NODES])
+    check_states(cache, lambda: _path_logits(model, sample, sample.right, ahead=False)[1])
     with rows.transaction():
-        logits = forward([sample.tree], [1])
-    return logits[0, -1].double()
+        after = forward([TokenTree.root_only(sample.next)], [1 + len(_RIGHT_NODES)])[0, -1]
+    return torch.stack([at_node, after]).double()
 
 
-def _path_logits(model: PreTrainedModel, sample: _Sample, path: tuple[int, ...]) -> Tensor:
-    """Token by token, as plain decoding reads it: some models look ahead in what they are given at once."""
+def _path_logits(
+    model: PreTrainedModel, sample: _Sample, path: tuple[int, ...], *, ahead: bool = True
+) -> tuple[Tensor, _compat.Cache]:
+    """Logits `[2, V]` at the end of a path and of the token after it, if `ahead`; and the cache after all that.
+
+    Token by token, as plain decoding reads it: some models look ahead in what they are given at once.
+    """
     cache = _compat.make_cache(model.config)
     _read(model, sample.prompt, cache, first=0)
-    for place, token in enumerate(path, len(sample.prompt)):
-        logits = _read(model, (token,), cache, first=place)
-    return logits[0, -1].double()
+    tokens = (*path, sample.next) if ahead else path
+    for place, token in enumerate(tokens, len(sample.prompt)):
+        after = _read(model, (token,), cache, first=place)
+        if place == len(sample.prompt) + len(path) - 1:
+            at_node = after
+    return torch.stack([at_node[0, -1], after[0, -1]]).double(), cache
 
 
 def _read(model: PreTrainedModel, tokens: tuple[int, ...], cache: _compat.Cache, *, first: int) -> Tensor:

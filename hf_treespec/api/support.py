@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hf_treespec import _compat
 from hf_treespec.api.probe import find_position_modules, probe_masks, probe_paths
 from hf_treespec.attention import has_bias_functions
-from hf_treespec.cache import layer_kind
+from hf_treespec.cache import is_named, layer_kind
 from hf_treespec.errors import UnsupportedModelError
 from hf_treespec.routes import Route
 
@@ -195,7 +195,14 @@ def _static_reason(model: PreTrainedModel) -> str | None:
     if not _compat.supports_dynamic_cache(model):
         return "it does not use a DynamicCache"
     layers = getattr(_compat.make_cache(model.config), "layers", [])
-    odd = sorted({type(layer).__name__ for layer in layers if layer_kind(layer) is None})
+    # The others are tried by the probe.
+    odd = sorted(
+        {
+            type(layer).__name__
+            for layer in layers
+            if layer_kind(layer) is None and (_compat.is_linear_attention(layer) or is_named(type(layer)))
+        }
+    )
     if odd:
         return f"its cache has layers of class {', '.join(odd)}, which cannot drop rejected nodes"
     return None

@@ -1,24 +1,37 @@
 """Keeping exactly the accepted path in the model's cache."""
 
-from hf_treespec.cache.layers import SLIDING, STATIC, cache_parts, check_cache, layer_kind, needs_equal_rows
+from hf_treespec.cache.calls import CallTrial, forget
+from hf_treespec.cache.layers import (
+    EMPTY,
+    SLIDING,
+    STATIC,
+    cache_parts,
+    check_cache,
+    is_named,
+    layer_kind,
+    needs_equal_rows,
+)
 from hf_treespec.cache.paths import PathCache, PathTransaction
-from hf_treespec.cache.replay import Recorder, replay_commit
+from hf_treespec.cache.replay import ReplayRecorder
 from hf_treespec.cache.rows import CacheTransaction, RowCache, restored_on_error
 from hf_treespec.cache.static import check_windows
 
 __all__ = [
+    "EMPTY",
     "SLIDING",
     "STATIC",
     "CacheTransaction",
+    "CallTrial",
     "PathCache",
     "PathTransaction",
-    "Recorder",
+    "ReplayRecorder",
     "RowCache",
     "cache_parts",
     "check_cache",
     "check_windows",
+    "forget",
+    "is_named",
     "layer_kind",
     "needs_equal_rows",
-    "replay_commit",
     "restored_on_error",
 ]

@@ -1,32 +1,65 @@
-"""Which cache layers can hold a tree, by exact class: a subclass may keep more state than its parent."""
+"""Which cache layers can hold a tree, by exact class: a subclass may keep more state than its parent.
+
+Classes that are not named here can when a trial has found how they are called (`calls.CallTrial`).
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from hf_treespec import _compat
+from hf_treespec.cache.calls import call_plan
+from hf_treespec.cache.states import states_of
 from hf_treespec.errors import UnsupportedCallError
 
-__all__ = ["DENSE", "QUANTIZED", "SLIDING", "STATIC", "cache_parts", "check_cache", "layer_kind", "needs_equal_rows"]
+__all__ = [
+    "DENSE",
+    "EMPTY",
+    "QUANTIZED",
+    "REPLAYED",
+    "SLIDING",
+    "STATIC",
+    "cache_parts",
+    "check_cache",
+    "is_named",
+    "layer_kind",
+    "needs_equal_rows",
+]
 
 DENSE = "dense"
+EMPTY = "empty"
+REPLAYED = "replayed"
 SLIDING = "sliding"
 STATIC = "static"
 QUANTIZED = "quantized"
 _KINDS: dict[type, str] = {
     _compat.DynamicLayer: DENSE,
+    _compat.DynamicIndexedLayer: DENSE,
     _compat.DynamicSlidingWindowLayer: SLIDING,
     _compat.StaticLayer: STATIC,
+    _compat.StaticIndexedLayer: STATIC,
     _compat.StaticSlidingWindowLayer: STATIC,
     **dict.fromkeys((*_compat.FP8_LAYERS, *_compat.GROUPED_LAYERS), QUANTIZED),
+    **dict.fromkeys(_compat.EMPTY_LAYERS, EMPTY),
 }
 
 
 def layer_kind(layer: Any) -> str | None:
-    """`DENSE`, `SLIDING`, `STATIC`, `QUANTIZED`, or None for a class that cannot take a tree."""
+    """The kind of a layer, or None for a class that cannot take a tree, or has not been tried.
+
+    `DENSE` layers replace tensors that grow, `SLIDING` ones keep a window of them, `STATIC` ones write in place,
+    `QUANTIZED` ones round, `EMPTY` ones hold nothing. `REPLAYED` ones are known by their calls alone.
+    """
     kind = _KINDS.get(type(layer))
+    if kind is None:
+        return DENSE if states_of(type(layer)) is not None else REPLAYED if call_plan(type(layer)) else None
     # A window of one token is kept whole by transformers (its slice [-0:] is everything): not to be relied on.
     return None if kind == SLIDING and layer.sliding_window < 2 else kind
+
+
+def is_named(cls: type) -> bool:
+    """Whether the class is known here; others are known by a trial, if at all."""
+    return cls in _KINDS
 
 
 def cache_parts(cache: Any) -> tuple[_compat.Cache, ...]:
@@ -39,7 +72,7 @@ def cache_parts(cache: Any) -> tuple[_compat.Cache, ...]:
 def needs_equal_rows(cache: Any) -> bool:
     """Whether the cache can hold no gaps, so that all rows must grow by equally many tokens a round."""
     layers = [layer for part in cache_parts(cache) for layer in getattr(part, "layers", ())]
-    return any(layer_kind(layer) in (STATIC, QUANTIZED) for layer in layers)
+    return any(layer_kind(layer) in (STATIC, QUANTIZED, REPLAYED) for layer in layers)
 
 
 def check_cache(cache: Any) -> _compat.Cache:

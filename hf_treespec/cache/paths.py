@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
 
 import torch
 
 from hf_treespec import _compat
 from hf_treespec.cache.layers import cache_parts
 from hf_treespec.cache.rows import CacheTransaction, RowCache
-from hf_treespec.cache.static import LayerState
+from hf_treespec.cache.snapshot import LayerState
+from hf_treespec.cache.states import take_rows
 from hf_treespec.errors import TreeSpecError
 
 __all__ = ["PathCache", "PathTransaction"]
@@ -81,7 +81,7 @@ class PathTransaction(CacheTransaction):
         if list(sources) == list(range(len(self._rows.lengths))):
             return
         for state in (*self._dense, *self._cross):
-            _take_rows(state.layer, sources)
+            take_rows(state.layer, sources)
         for recorder in self._recorders:
             recorder.spread(torch.tensor(list(sources)))
 
@@ -96,7 +96,7 @@ class PathTransaction(CacheTransaction):
         chosen = [home[nodes[-1] if nodes else 0] for home, nodes in zip(self._home, slots, strict=True)]
         if any(slots) and chosen != list(range(self._paths)):
             for state in self._dense:
-                _take_rows(state.layer, chosen)
+                take_rows(state.layer, chosen)
             for recorder in self._recorders:
                 recorder.gather(torch.tensor(chosen))
         self._give_back_cross()
@@ -113,17 +113,3 @@ class PathTransaction(CacheTransaction):
     def _give_back_cross(self) -> None:
         for state in self._cross:
             state.restore()
-
-
-def _take_rows(layer: Any, rows: Sequence[int]) -> None:
-    """Rows `rows` of a layer's states, in new storage or, for copies of one row, as a view."""
-    if not layer.is_initialized or not layer.keys.numel():
-        return
-    for name in ("keys", "values"):
-        states = getattr(layer, name)
-        if states.shape[0] == 1:
-            # `update` concatenates, so that nothing is ever written to these copies.
-            taken = states.expand(len(rows), *states.shape[1:])
-        else:
-            taken = states.index_select(0, torch.tensor(list(rows), device=states.device))
-        setattr(layer, name, taken)

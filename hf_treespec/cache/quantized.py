@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_treespec import _compat
-from hf_treespec.cache.static import LayerState
+from hf_treespec.cache.snapshot import LayerState
 
 __all__ = ["QuantizedRecorder", "path_limit"]
 

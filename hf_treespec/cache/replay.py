@@ -1,106 +1,130 @@
-"""The universal commit: undo the tree, then update the layer again with the accepted rows only.
+"""The universal commit: undo the tree, then call the layer again with the accepted tokens only, one after the other.
 
-It asks nothing of a layer but `update`, so it is right for any class whose state lives in its `__dict__` and is not
-written in place. It is the reference that every fast path must equal bit for bit, and what sliding layers use.
+It asks nothing of a layer but that its state changes through its methods. Which tensors of a call hold tokens, and on
+which axis, is found by a trial (`CallTrial`) and not by the names of methods. It is the reference that every fast path
+must equal bit for bit, and it serves layers of classes that nobody has named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Recorder", "replay_commit"]
+from hf_treespec.cache.accepted import Accepted
+from hf_treespec.cache.calls import Call, CallPlan, call_plan, token_methods
+from hf_treespec.cache.snapshot import LayerState
+from hf_treespec.errors import TreeSpecError
+
+__all__ = ["ReplayRecorder"]
 
 
-class Recorder:
-    """Stands in for a layer's `update` between a snapshot and its commit, and keeps what the layer was given.
-
-    Several updates may follow one another (a draft model reads its tree level by level). A sliding layer would trim
-    after each and lose committed slots that later levels still need, so the recorder answers for it: each update
-    returns the states before the tree and all of the tree so far, and `get_mask_sizes` speaks of just those.
+class ReplayRecorder:
+    """Notes what a layer's methods are called with between a snapshot and its commit.
 
     Args:
-        layer: a cache layer; its `update` and `get_mask_sizes` are shadowed on the instance until `remove`.
+        layer: a cache layer; its methods are shadowed on the instance until `remove`.
+        plan: how it is called; default what a trial has found for its class.
+
+    Raises:
+        TreeSpecError: if they are not known.
     """
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, plan: CallPlan | None = None) -> None:
+        plan = plan or call_plan(type(layer))
+        if plan is None:
+            raise TreeSpecError(f"cache layers of class {type(layer).__name__} have not been tried")
         self.layer = layer
-        self.snapshot: dict[str, Any] = dict(layer.__dict__)
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-        self._before = int(layer.get_seq_length())
-        self._rows: Tensor | None = None
-        layer.update = self._update
-        layer.get_mask_sizes = self._get_mask_sizes
+        self._plan = plan
+        self._state = LayerState(layer)
+        self._calls: list[Call] = []
+        self._chosen: Tensor | None = None
+        self._inside = False
+        for name in token_methods(type(layer)):
+            setattr(layer, name, partial(self._noted, name, getattr(layer, name)))
 
-    @property
-    def stored(self) -> int:
-        """Slots that the layer held before the tree."""
-        keys = self.snapshot.get("keys")
-        return 0 if keys is None or keys.numel() == 0 else int(keys.shape[-2])
-
-    @property
-    def seen(self) -> int:
-        """Tree slots recorded so far."""
-        return sum(int(keys.shape[-2]) for keys in self.keys)
-
-    def _update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.keys.append(key_states)
-        self.values.append(value_states)
-        # The layer's own length is what positions and mask offsets are read from.
-        self.layer.cumulative_length = self._before + self.seen
-        return self.joined()
-
-    def _get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.stored + self.seen + query_length, self._before - self.stored
-
-    def joined(self) -> tuple[Tensor, Tensor]:
-        """Keys and values: stored slots, then all tree slots, `[B, H, stored + seen, D]`."""
-        parts = []
-        for name, new in (("keys", self.keys), ("values", self.values)):
-            old = []
-            if self.stored:
-                stored = self.snapshot[name]
-                old = [stored if self._rows is None else stored.index_select(0, self._rows.to(stored.device))]
-            parts.append(torch.cat([*old, *new], dim=-2))
-        return parts[0], parts[1]
+    def _noted(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._inside:
+            # A method that calls another is replayed as a whole.
+            return method(*args, **kwargs)
+        self._calls.append(Call(name, args, kwargs))
+        self._inside = True
+        try:
+            return method(*args, **kwargs)
+        finally:
+            self._inside = False
 
     def spread(self, rows_P: Tensor) -> None:
-        """Show row `rows_P[p]` of the stored states as row p to the updates that follow.
+        """Repeat the layer's rows: row `rows_P[p]` becomes row p for the calls that follow.
 
         Args:
             rows_P: int64 `[P]`.
         """
-        self._rows = rows_P
+        self.layer.reorder_cache(rows_P)
 
     def gather(self, chosen_B: Tensor) -> None:
-        """End `spread`: of the tree slots keep, as row b, those of row `chosen_B[b]`.
+        """End `spread`: of the noted calls keep, as row b, row `chosen_B[b]`.
 
         Args:
             chosen_B: int64 `[B]`.
         """
-        self._rows = None
-        self.keys = [keys.index_select(0, chosen_B.to(keys.device)) for keys in self.keys]
-        self.values = [values.index_select(0, chosen_B.to(values.device)) for values in self.values]
+        self._chosen = chosen_B
 
     def remove(self) -> None:
         """Give the layer back as it was at the snapshot."""
-        self.layer.__dict__.clear()
-        self.layer.__dict__.update(self.snapshot)
+        self._state.restore()
 
+    def commit(self, accepted: Accepted) -> None:
+        """Call the layer's methods again with each accepted slot in turn.
 
-def replay_commit(layer: Any, keys: Tensor, values: Tensor, slots: Sequence[int]) -> None:
-    """Update a layer, which is back at its snapshot, with the accepted rows of a tree.
+        Raises:
+            TreeSpecError: if rows keep unequally many slots, or a method was called that the trial has not seen.
+        """
+        self.remove()
+        if not accepted.uniform:
+            raise TreeSpecError(f"rows of {type(self.layer).__name__} must all accept equally many nodes")
+        steps = [self._whole(calls) for calls in self._by_method()]
+        for step in range(accepted.count):
+            for call in steps:
+                args, kwargs = call.mapped(partial(self._token, call.name, accepted, step))
+                getattr(self.layer, call.name)(*args, **kwargs)
 
-    Args:
-        layer: the cache layer.
-        keys: `[B, H, M, D]`, keys of all tree slots.
-        values: `[B, H, M, D]`.
-        slots: accepted tree slots in path order, the same for all rows.
-    """
-    if slots:
-        index = torch.tensor(list(slots), device=keys.device)
-        layer.update(keys.index_select(-2, index), values.index_select(-2, index.to(values.device)))
+    def _by_method(self) -> Iterator[list[Call]]:
+        for name in dict.fromkeys(call.name for call in self._calls):
+            yield [call for call in self._calls if call.name == name]
+
+    def _whole(self, calls: Sequence[Call]) -> Call:
+        """The calls of all levels of a tree as one."""
+        name = calls[0].name
+        if name not in self._plan.methods:
+            raise TreeSpecError(
+                f"{type(self.layer).__name__}.{name} was called, which it was not when the layer was tried"
+            )
+
+        def joined(place: int | str, last: Any) -> Any:
+            axes = self._plan.axes.get((name, place))
+            if axes is None:
+                return last
+            parts = [call.at(place) for call in calls]
+            return torch.cat(parts, dim=axes.tokens)
+
+        args, kwargs = calls[-1].mapped(joined)
+        return Call(name, args, kwargs)
+
+    def _token(self, name: str, accepted: Accepted, step: int, place: int | str, value: Any) -> Any:
+        """The tokens of one accepted slot of every row."""
+        axes = self._plan.axes.get((name, place))
+        if axes is None:
+            return value
+        if self._chosen is not None:
+            value = value.index_select(axes.rows, self._chosen.to(value.device))
+        if accepted.same:
+            return value.index_select(axes.tokens, accepted.picks(value.device)[step : step + 1])
+        index_B1 = accepted.picks_BA(value.device)[:, step : step + 1]
+        shape, wide = [1] * value.dim(), list(value.shape)
+        shape[axes.rows], shape[axes.tokens] = index_B1.shape
+        wide[axes.tokens] = 1
+        return value.gather(axes.tokens, index_B1.reshape(shape).expand(wide))

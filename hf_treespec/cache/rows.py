@@ -17,10 +17,23 @@ import torch
 from torch import Tensor
 
 from hf_treespec import _compat
-from hf_treespec.cache.layers import DENSE, QUANTIZED, STATIC, cache_parts, check_cache, layer_kind
+from hf_treespec.cache.accepted import Accepted, keep_slots
+from hf_treespec.cache.layers import (
+    DENSE,
+    EMPTY,
+    QUANTIZED,
+    REPLAYED,
+    STATIC,
+    cache_parts,
+    check_cache,
+    layer_kind,
+)
 from hf_treespec.cache.quantized import QuantizedRecorder, path_limit
-from hf_treespec.cache.replay import Recorder, replay_commit
-from hf_treespec.cache.static import LayerState, capacity, keep_slots, set_static_length
+from hf_treespec.cache.replay import ReplayRecorder
+from hf_treespec.cache.sliding import SlidingRecorder
+from hf_treespec.cache.snapshot import LayerState
+from hf_treespec.cache.states import held_states
+from hf_treespec.cache.static import capacity, set_static_length
 from hf_treespec.errors import TreeSpecError
 
 __all__ = ["CacheTransaction", "RowCache", "restored_on_error"]
@@ -133,7 +146,7 @@ class CacheTransaction:
         self._rows = rows
         self._dense: list[LayerState] = []
         self._static: list[LayerState] = []
-        self._recorders: list[Recorder] = []
+        self._recorders: list[SlidingRecorder | ReplayRecorder] = []
         self._quantized: list[QuantizedRecorder] = []
         self._lengths: list[int] = []
         self._open = False
@@ -149,8 +162,10 @@ class CacheTransaction:
                 self._static.append(LayerState(layer, self._rows.physical))
             elif kind == QUANTIZED:
                 self._quantized.append(QuantizedRecorder(layer))
-            else:
-                self._recorders.append(Recorder(layer))
+            elif kind == REPLAYED:
+                self._recorders.append(ReplayRecorder(layer))
+            elif kind != EMPTY:
+                self._recorders.append(SlidingRecorder(layer))
         self._open = True
         return self
 
@@ -181,72 +196,43 @@ class CacheTransaction:
         if not any(slots):
             self.__exit__(None, None, None)
             return
-        before, old_gaps = self._rows.physical, self._rows.gaps
-        self._rows.lengths = [n + len(s) for n, s in zip(self._rows.lengths, slots, strict=True)]
-        after, gaps = self._rows.physical, self._rows.gaps
-        uniform = gaps == old_gaps
-        if not uniform and (self._static or self._quantized):
+        accepted = Accepted(slots, self._rows.physical, self._rows.lengths)
+        self._rows.lengths = accepted.lengths
+        if not accepted.uniform and (self._static or self._quantized):
             raise TreeSpecError(f"rows of {type(self._rows.cache).__name__} must all accept equally many nodes")
 
-        source_BL = None if uniform else _sources(before, after, old_gaps, gaps, slots)
         for state in self._dense:
-            layer = state.layer
-            if not layer.is_initialized:
-                # A layer that the model never fills: some configs name more layers than the decoder has.
-                continue
-            if source_BL is None:
-                # The storage was made by the tree's own `update`, so no older reference sees the writes.
-                for name in ("keys", "values"):
-                    storage: Tensor = getattr(layer, name)
-                    keep_slots(storage, before, slots)
-                    setattr(layer, name, storage[:, :, :after])
-            else:
-                _gather(layer, layer.keys, layer.values, source_BL, first=0)
+            _commit_dense(state.layer, accepted)
         static = [state.layer for state in self._static if state.layer.is_initialized]
         used = int(static[0].get_seq_length()) if static else 0
         for layer in static:
-            keep_slots(layer.keys, before, slots)
-            keep_slots(layer.values, before, slots)
-            set_static_length(layer, after, used)
+            _commit_static(layer, accepted, used)
         for quantized in self._quantized:
             quantized.commit(slots)
         for recorder in self._recorders:
-            keys, values = recorder.joined() if recorder.keys else (None, None)
-            stored, first = recorder.stored, before - recorder.stored
-            recorder.remove()
-            layer = recorder.layer
-            if keys is None or values is None:
-                continue
-            if len({tuple(row) for row in slots}) == 1:
-                replay_commit(layer, keys[..., stored:, :], values[..., stored:, :], slots[0])
-                continue
-            if source_BL is None:
-                source_BL = _sources(before, after, old_gaps, gaps, slots)
-            if not layer.is_initialized:
-                layer.lazy_initialization(keys, values)
-            window = int(layer.sliding_window) - 1
-            _gather(layer, keys, values, source_BL[:, max(0, after - window) :], first=first)
-            layer.cumulative_length = after
+            recorder.commit(accepted)
         # Only now: an interrupt between two layers must still undo them all.
         self._open = False
 
 
-def _sources(
-    before: int, after: int, old_gaps: Sequence[int], gaps: Sequence[int], slots: Sequence[Sequence[int]]
-) -> Tensor:
-    """Where each physical slot of the new rows comes from: an old slot, `before` + a tree slot, or -1 for a gap."""
-    source_BL = torch.full((len(gaps), after), -1)
-    for row, (old_gap, gap, accepted) in enumerate(zip(old_gaps, gaps, slots, strict=True)):
-        places = [torch.arange(old_gap, before), before + torch.tensor(list(accepted), dtype=torch.long)]
-        source_BL[row, gap:] = torch.cat(places)
-    return source_BL
+def _commit_dense(layer: Any, accepted: Accepted) -> None:
+    for name, states, axes in held_states(layer):
+        if accepted.uniform:
+            # Storage made by the tree's own `update`: no older reference sees the writes.
+            states = states if axes.owned or accepted.in_place else states.clone()
+            keep_slots(states, axes, accepted)
+            setattr(layer, name, states.narrow(axes.tokens, 0, accepted.after))
+        else:
+            setattr(layer, name, accepted.gathered(states, axes))
 
 
-def _gather(layer: Any, keys: Tensor, values: Tensor, source_BL: Tensor, *, first: int) -> None:
-    """Rebuild a layer from states `[B, H, *, D]` whose first slot has physical index `first`.
-
-    Slots of a gap, and window slots that were dropped because the row never needs them, take any finite value.
-    """
-    for name, states in (("keys", keys), ("values", values)):
-        index = (source_BL - first).clamp(min=0).to(states.device)[:, None, :, None]
-        setattr(layer, name, states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3])))
+def _commit_static(layer: Any, accepted: Accepted, used: int) -> None:
+    for name, states, axes in held_states(layer):
+        if axes.owned:
+            keep_slots(states, axes, accepted)
+        else:
+            # A tensor of the model's own beside the storage, as long as the text.
+            states = states if accepted.in_place else states.clone()
+            keep_slots(states, axes, accepted)
+            setattr(layer, name, states.narrow(axes.tokens, 0, accepted.after))
+    set_static_length(layer, accepted.after, used)

@@ -8,17 +8,16 @@ Shapes: B rows, H heads, C capacity, M tree slots, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hf_treespec import _compat
 from hf_treespec.cache.layers import STATIC, layer_kind
 from hf_treespec.errors import UnsupportedCallError
 
-__all__ = ["LayerState", "capacity", "check_windows", "keep_slots", "set_static_length"]
+__all__ = ["capacity", "check_windows", "set_static_length"]
 
 
 def capacity(layers: Iterable[Any]) -> int | None:
@@ -49,62 +48,21 @@ def check_windows(cache: Any, tokens: int | None) -> None:
 
 
 def set_static_length(layer: Any, length: int, used: int | None = None) -> None:
-    """Set the length of an initialised static layer in place and clear what lies behind it.
+    """Set the length of a static layer in place and clear what lies behind it.
 
     Args:
-        layer: the layer.
+        layer: the layer; an indexer beside its states, if any, has read as many tokens or none.
         length: committed slots.
         used: slots that may hold anything; None for all.
     """
     layer.cumulative_length.fill_(length)
     if hasattr(layer, "cumulative_length_int"):
         layer.cumulative_length_int = length
-    layer.keys[:, :, length:used].zero_()
-    layer.values[:, :, length:used].zero_()
-
-
-def keep_slots(storage: Tensor, base: int, slots: Sequence[Sequence[int]]) -> None:
-    """Move accepted rows to the front of the tree block, in place: at most M slots a row, never the whole cache.
-
-    Args:
-        storage: `[B, H, *, D]`, written in place.
-        base: first tree slot.
-        slots: per row equally many strictly increasing tree slots.
-    """
-    count = len(slots[0])
-    end = base + count
-    if all(list(row) == list(range(count)) for row in slots):
-        return
-    if len({tuple(row) for row in slots}) == 1:
-        index = base + torch.tensor(list(slots[0]), device=storage.device)
-        storage[:, :, base:end] = storage.index_select(2, index)
-    else:
-        index = base + torch.tensor([list(row) for row in slots], device=storage.device)
-        wide = index[:, None, :, None].expand(-1, storage.shape[1], -1, storage.shape[3])
-        storage[:, :, base:end] = storage.gather(2, wide)
-
-
-class LayerState:
-    """What a layer was at one time.
-
-    Args:
-        layer: any cache layer.
-        length: its length, if the caller knows it; reading it off a static layer waits for the device.
-    """
-
-    def __init__(self, layer: Any, length: int | None = None) -> None:
-        self.layer = layer
-        self._attributes = dict(layer.__dict__)
-        self._length: int | None = None
-        if layer_kind(layer) == STATIC:
-            self._length = int(layer.cumulative_length) if length is None else length
-
-    def restore(self) -> None:
-        """Give the layer back as it was."""
-        self.layer.__dict__.clear()
-        self.layer.__dict__.update(self._attributes)
-        if self._length is not None:
-            if self.layer.is_initialized:
-                set_static_length(self.layer, self._length)
-            else:
-                self.layer.cumulative_length.fill_(self._length)
+    indexed = getattr(layer, "is_indexer_initialized", False)
+    if isinstance(getattr(layer, "indexer_cumulative_length", None), Tensor):
+        layer.indexer_cumulative_length.fill_(length if indexed else 0)
+    if layer.is_initialized:
+        layer.keys[:, :, length:used].zero_()
+        layer.values[:, :, length:used].zero_()
+    if indexed:
+        layer.indexer_keys[:, length:used].zero_()

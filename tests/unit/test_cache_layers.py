@@ -9,9 +9,11 @@ from transformers import LlamaConfig, cache_utils
 from transformers.cache_utils import (
     Cache,
     DynamicCache,
+    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     StaticCache,
+    StaticIndexedLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
@@ -36,10 +38,12 @@ def bare(name: str) -> Any:
 
 TAKEN = (
     "DynamicLayer",
+    "DynamicIndexedLayer",
     "DynamicSlidingWindowLayer",
+    "StaticIndexedLayer",
     "StaticLayer",
     "StaticSlidingWindowLayer",
-    *(cls.__name__ for cls in (*_compat.FP8_LAYERS, *_compat.GROUPED_LAYERS)),
+    *(cls.__name__ for cls in (*_compat.FP8_LAYERS, *_compat.GROUPED_LAYERS, *_compat.EMPTY_LAYERS)),
 )
 KNOWN_LAYERS = sorted(
     name
@@ -54,7 +58,9 @@ KNOWN_LAYERS = sorted(
 def test_classes_that_take_a_tree() -> None:
     static = [StaticLayer(8), StaticSlidingWindowLayer(8, 4)]
     layers = [DynamicLayer(), DynamicSlidingWindowLayer(4), *static, *(cls() for cls in _compat.FP8_LAYERS)]
+    layers += [DynamicIndexedLayer(), StaticIndexedLayer(8), *(cls() for cls in _compat.EMPTY_LAYERS)]
     kinds = ["dense", "sliding", "static", "static", *["quantized" for _ in _compat.FP8_LAYERS]]
+    kinds += ["dense", "static", *["empty" for _ in _compat.EMPTY_LAYERS]]
     assert [layer_kind(layer) for layer in layers] == kinds
     for cache in (Cache(layers=layers), DynamicCache(), DynamicCache(config=CONFIG)):
         check_cache(cache)
@@ -84,10 +90,8 @@ def test_every_other_class_of_transformers_is_refused_by_name(name: str) -> None
 
 def test_the_list_above_holds_the_classes_that_matter() -> None:
     assert {
-        "StaticIndexedLayer",
         "LinearAttentionLayer",
         "LinearAttentionAndFullAttentionLayer",
-        "DynamicIndexedLayer",
     } <= set(KNOWN_LAYERS)
 
 

@@ -12,7 +12,8 @@ from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLaye
 
 from hf_treespec import TreeSpecError, UnsupportedCallError, _compat
 from hf_treespec.cache import RowCache, check_windows, restored_on_error
-from hf_treespec.cache.static import capacity, keep_slots
+from hf_treespec.cache.accepted import keep_slots
+from hf_treespec.cache.static import capacity
 
 SIZE, HEADS, DIM = 24, 2, 3
 
