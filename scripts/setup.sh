@@ -41,9 +41,10 @@ if reads "$venv/setup.stamp" "$wanted" && works; then
     exit 0
 fi
 if ! { reads "$venv/base.stamp" "$base" && works; }; then
+    # First: nothing is removed for an interpreter that is not there.
+    python=$(find_python)
     # Versions must not mix with what another set-up left behind.
     rm -rf "$venv"
-    python=$(find_python)
     say "making it with $python ($("$python" -V))"
     "$python" -m venv "$venv"
     printf '%s' "$base" >"$venv/base.stamp"

@@ -39,7 +39,10 @@ def check_draft(
         UnsupportedModelError: if the assistant cannot take a tree.
     """
     if config.draft == "model" and assistant is None:
-        raise UnsupportedCallError("TreeConfig(draft='model') without assistant_model: pass the draft model")
+        raise UnsupportedCallError(
+            "TreeConfig(draft='model') without assistant_model: pass a loaded draft model (on the command line: "
+            "--draft-model), or use draft='ngram'"
+        )
     if config.draft == "ngram" and assistant is not None:
         raise UnsupportedCallError(
             "TreeConfig(draft='ngram') with an assistant_model: leave one out, or use draft='auto' or 'model'"

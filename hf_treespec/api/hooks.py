@@ -35,6 +35,7 @@ _MODES = (
     _compat.GenerationMode.SAMPLE,
     _compat.GenerationMode.ASSISTED_GENERATION,
 )
+_CUSTOM = "custom_generate with tree_config: both are a way to decode; pass one of the two"
 # Other speculation of transformers that the call cannot mean at the same time.
 _RIVALS = (
     "prompt_lookup_num_tokens",
@@ -57,10 +58,11 @@ def _extract_mode_kwargs(
     if config is not None:
         if not isinstance(config, TreeConfig):
             raise TreeConfigError(
-                f"tree_config={config!r}: expected a TreeConfig; for a dict use TreeConfig.from_dict(...)"
+                f"tree_config={config!r}: expected a TreeConfig, such as TreeConfig(draft='ngram'); for a dict use "
+                "TreeConfig.from_dict(...)"
             )
         if custom_generate is not None:
-            raise UnsupportedCallError("custom_generate with tree_config: pass one of the two")
+            raise UnsupportedCallError(_CUSTOM)
         # Before transformers asks for `trust_remote_code` to load a mode that takes no tree.
         own = model.generation_config
         refuse_modes(lambda name: kwargs.get(name, own.do_sample if name == "do_sample" else None))
@@ -84,6 +86,11 @@ def _validate_mode(
     mode_kwargs: dict[str, Any],
 ) -> None:
     config: TreeConfig | None = mode_kwargs.get("tree_config")
+    configs = (generation_config, model.generation_config)
+    if config is None and any(getattr(one, "tree_config", None) is not None for one in configs):
+        raise UnsupportedCallError(
+            "tree_config in a GenerationConfig: it is an argument of the call; pass generate(..., tree_config=...)"
+        )
     if config is None:
         return original(generation_mode, generation_config, mode_kwargs)
     refuse_modes(
@@ -157,6 +164,12 @@ def _decode(
     return generate_with_tree(model, request, lambda stats: setattr(model, "treespec_stats", stats))
 
 
+def _load_custom_generate(original: Callable[..., Any], model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("tree_config") is not None:
+        raise UnsupportedCallError(_CUSTOM)
+    return original(*args, **kwargs)
+
+
 def _generate_batch(original: Callable[..., Any], model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     refuse_paged(kwargs)
     kwargs.pop("tree_config", None)
@@ -170,4 +183,6 @@ HOOKS: dict[str, Callable[..., Any]] = {
     "_sample": _decode,
     # Where `generate(cache_implementation="paged")` goes before any other hook.
     "generate_batch": _generate_batch,
+    # Where `generate(custom_generate="a folder or a repository")` goes.
+    "load_custom_generate": _load_custom_generate,
 }

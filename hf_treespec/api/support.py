@@ -82,7 +82,10 @@ def is_supported(model: Any) -> Support:
     """
     inner = unwrap(model)
     if not isinstance(inner, PreTrainedModel):
-        return _refuse(f"{type(inner).__name__} is no transformers PreTrainedModel")
+        return _refuse(
+            f"{type(inner).__name__} is no transformers PreTrainedModel; expected a loaded model, such as "
+            "AutoModelForCausalLM.from_pretrained(...) gives"
+        )
     with _LOCK:
         key = _key(inner)
         if key in _ANSWERS:
@@ -162,8 +165,8 @@ def require_support(model: Any, name: str) -> Support:
     support = is_supported(model)
     if not support.ok:
         raise UnsupportedModelError(
-            f"{name} ({type(unwrap(model)).__name__}) cannot take a tree: {support.reason}. "
-            "Generate without tree_config"
+            f"{name} ({type(unwrap(model)).__name__}) cannot take a tree: {support.reason}"
+            + (". Generate without tree_config" if isinstance(unwrap(model), PreTrainedModel) else "")
         )
     return support
 

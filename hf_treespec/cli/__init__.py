@@ -15,6 +15,6 @@ def main() -> None:
         if error.name != "typer":
             raise
         # Without typer there is no typer.echo either.
-        sys.stderr.write("treespec: the command line needs typer; install it with: pip install hf-treespec[cli]\n")
+        sys.stderr.write("treespec: the command line needs typer; in the checkout: pip install -e '.[cli]'\n")
         raise SystemExit(1) from None
     app()

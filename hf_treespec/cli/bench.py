@@ -107,7 +107,7 @@ def _check_outputs(csv: Path | None, plot: Path | None) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise UsageFault("--plot", "needs matplotlib: pip install hf-treespec[cli]") from error
+        raise UsageFault("--plot", "needs matplotlib: pip install -e '.[cli]' in the checkout") from error
 
 
 def _read_configs(paths: list[Path], *, has_draft: bool) -> dict[str, TreeConfig]:

@@ -117,7 +117,7 @@ def _rows_of_dataset(argument: str, source: str) -> tuple[str, NumberedRows]:
     try:
         datasets = importlib.import_module("datasets")
     except ImportError as error:
-        raise UsageFault(argument, "needs the datasets package: pip install hf-treespec[evals]") from error
+        raise UsageFault(argument, "needs the datasets package: pip install -e '.[evals]' in the checkout") from error
     try:
         rows: Iterable[Mapping[str, Any]] = datasets.load_dataset(dataset, config or None, split=split)
     except Exception as error:

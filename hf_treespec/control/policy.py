@@ -18,7 +18,7 @@ _TIMED_AGAIN = 256  # rounds after which all sizes are timed anew: the context g
 _TRIAL_ROUNDS = 8  # whole trees before the size of a dear draft is first chosen, enough for the means to settle
 _PROBE_ROUNDS = 4  # whole trees that test whether a dear draft pays again
 _FIRST_PAUSE, _LONGEST_PAUSE = 16, 128  # rounds between such probes; doubles while whole trees do not pay
-_CLEARLY_GOOD = 2.0  # accepted tokens a round from which plain rounds are not worth timing
+_PROBE_SHARE = 0.05  # of the time, that probes may take more than plain rounds; beyond it they become rarer still
 
 
 class SizePolicy:
@@ -50,6 +50,7 @@ class SizePolicy:
         self._size = limits.max_nodes
         self._whole = _TRIAL_ROUNDS
         self._pause = self._until_probe = _FIRST_PAUSE
+        self._longest = _LONGEST_PAUSE
         self.plain = False  # whether the latest round has no tree by choice
 
     def limits(self) -> TreeLimits:
@@ -119,17 +120,31 @@ class SizePolicy:
     def _plan(self) -> None:
         """Choose what a dear draft is asked for next."""
         whole, before = self._sizes[-1], self._size
+        self._pace_probes()
         self._whole = max(0, self._whole - 1)
         if self._whole:
             self._size = whole
             return
         means = [self.gains.mean(place) for place in range(len(self._sizes))]
-        untimed = self.costs.timings(0) < _TIMINGS and means[-1] < _CLEARLY_GOOD
-        self._size = 0 if untimed else self._best(means)
+        # However much is accepted: what a draft costs may be more than that is worth.
+        self._size = 0 if self.costs.timings(0) < _TIMINGS else self._best(means)
         if self._size == whole:
             self._pause = self._until_probe = _FIRST_PAUSE
             return
         self._until_probe -= before != whole
         if not self._until_probe:
-            self._whole, self._size = _PROBE_ROUNDS, whole
-            self._pause = self._until_probe = min(2 * self._pause, _LONGEST_PAUSE)
+            self._pause = self._until_probe = min(2 * self._pause, self._longest)
+            if self._may_pay():
+                self._whole, self._size = _PROBE_ROUNDS, whole
+
+    def _pace_probes(self) -> None:
+        """Let the time of a probe be a small share of what lies between two."""
+        if self.costs.timings(0) and any(self.costs.timings(size) for size in self._sizes[1:]):
+            plain, *_, whole = self.costs.seconds()
+            self._longest = max(_LONGEST_PAUSE, round(_PROBE_ROUNDS * (whole / plain - 1) / _PROBE_SHARE))
+
+    def _may_pay(self) -> bool:
+        """Whether whole trees would pay if all of their depth were accepted."""
+        plain, *_, whole = self.costs.seconds()
+        deepest = min(self._limits.max_depth, self._limits.max_nodes)
+        return (1 + deepest) * plain > whole

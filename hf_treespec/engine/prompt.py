@@ -76,9 +76,11 @@ class Prompt:
         # A decoder has no mask by default, and is then given the ids as they are.
         physical = width if whole == width or (whole is None and not encoder_decoder) else past + width
         if whole is not None and whole not in (width, past + width):
+            behind = (
+                f" or {past + width} (the cache holds {past} tokens and input_ids the next {width})" if past else ""
+            )
             raise UnsupportedCallError(
-                f"{of}attention_mask is {whole} wide: expected {width} (input_ids hold the whole text) or "
-                f"{past + width} (the cache holds {past} tokens and input_ids the next {width})"
+                f"{of}attention_mask is {whole} wide: expected {width} (input_ids hold the whole text){behind}"
             )
         if past >= physical:
             raise UnsupportedCallError(

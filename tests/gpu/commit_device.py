@@ -273,6 +273,10 @@ def main() -> int:
     parser.add_argument("--budget-s", type=float, default=180.0, help="seconds after which no timing row is begun")
     args = parser.parse_args()
 
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.exit(
+            2, "this needs a CUDA device, and torch sees none; --device cpu runs the checks without the timing\n"
+        )
     torch.manual_seed(args.seed)
     records = check(args.device)
     if args.json:

@@ -78,5 +78,5 @@ def test_plot_without_matplotlib(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     one_error(
         treespec("bench", llama_folder, *QUICK, *sets, "--csv", tmp_path / "b.csv", "--plot", tmp_path / "b.png"),
-        "--plot: needs matplotlib: pip install hf-treespec[cli]",
+        "--plot: needs matplotlib: pip install -e '.[cli]' in the checkout",
     )

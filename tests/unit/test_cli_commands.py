@@ -80,7 +80,7 @@ def test_missing_typer_names_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: 
     with pytest.raises(SystemExit) as caught:
         cli.main()
     assert caught.value.code == 1
-    assert "pip install hf-treespec[cli]" in capsys.readouterr().err
+    assert "pip install -e '.[cli]'" in capsys.readouterr().err
 
 
 def test_another_missing_module_is_not_blamed_on_typer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,5 +141,5 @@ def test_dataset_that_cannot_be_loaded(datasets: list[Any]) -> None:
 
 def test_dataset_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UsageFault, match=r"needs the datasets package: pip install hf-treespec\[evals\]"):
+    with pytest.raises(UsageFault, match=r"needs the datasets package: pip install -e '\.\[evals\]'"):
         load_set("s=hf:openai/gsm8k:main:test:question")

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LlamaConfig, LogitsProcessor, LogitsProcessorList, MambaConfig, MambaForCausalLM
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LlamaConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MambaConfig,
+    MambaForCausalLM,
+)
 from transformers import LlamaForCausalLM as Llama
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -77,7 +85,23 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "class": (
         {"tree_config": TreeConfig},
         TreeConfigError,
-        "expected a TreeConfig; for a dict use TreeConfig.from_dict",
+        "expected a TreeConfig, such as .*; for a dict use TreeConfig.from_dict",
+    ),
+    "word": ({"tree_config": "ngram"}, TreeConfigError, r"expected a TreeConfig, such as TreeConfig\(draft='ngram'\)"),
+    "in a config": (
+        {"tree_config": None, "generation_config": GenerationConfig(tree_config=TreeConfig())},
+        UnsupportedCallError,
+        r"tree_config in a GenerationConfig.*pass generate\(..., tree_config=...\)",
+    ),
+    "custom folder": (
+        {"custom_generate": "here", "trust_remote_code": True},
+        UnsupportedCallError,
+        "custom_generate with tree_config",
+    ),
+    "narrow mask": (
+        {"attention_mask": torch.ones(1, 3)},
+        UnsupportedCallError,
+        r"attention_mask is 3 wide: expected \d+ \(input_ids hold the whole text\)$",
     ),
     "custom": ({"custom_generate": lambda model, **_: None}, UnsupportedCallError, "custom_generate with tree_config"),
     "beams": ({"num_beams": 3}, UnsupportedCallError, "num_beams=3 with tree_config: .*use num_beams=1"),
@@ -111,6 +135,12 @@ def test_calls_that_cannot_be_right_are_refused_before_any_forward(case: str, mo
     with pytest.raises(error, match=message):
         say(model, **options)
     assert widths == [] and model.treespec_stats is None
+
+
+def test_a_tree_config_in_the_models_own_generation_config_is_not_passed_over(model: Llama) -> None:
+    model.generation_config.tree_config = TreeConfig()
+    with pytest.raises(UnsupportedCallError, match="tree_config in a GenerationConfig"):
+        say(model, tree_config=None)
 
 
 def test_a_cache_that_cannot_take_a_tree_is_refused_under_either_name(model: Llama) -> None:

@@ -15,6 +15,11 @@ LIMITS = TreeLimits(max_nodes=16, max_depth=8, max_children=4)
 WRONG = -1
 
 
+def dear_draft(nodes: int) -> float:
+    """A draft that costs as much as the target for each of its forwards, one a level."""
+    return 1.0 + (0.1 * nodes + 8 if nodes else 0.0)
+
+
 def steep(nodes: int) -> float:
     """A CPU: the first nodes are dear, a full tree costs more than two plain rounds."""
     return 1.0 + (0.12 * nodes if nodes <= 4 else 0.48 + 0.06 * (nodes - 4))
@@ -108,6 +113,21 @@ def test_the_chosen_sizes_are_about_as_fast_as_the_best_fixed_size(
     chosen = world().run(policy(cheap=cheap), 2000)
     # A dear draft pays for its probes.
     assert chosen.rate > (0.97 if cheap else 0.90) * best
+
+
+@pytest.mark.parametrize("right", [3, 8])
+def test_a_draft_that_costs_more_than_it_brings_is_left_out_however_good_it_is(right: int) -> None:
+    world = World(lambda position: right, dear_draft)
+    world.run(policy(cheap=False), 2000)
+    # A tree brings `right` tokens more, for the time of eight plain rounds more: it could never pay.
+    assert world.rate > 0.95 and sum(size > 0 for size in world.sizes) < 20
+
+
+def test_probes_of_a_dear_draft_take_a_small_share_of_the_time() -> None:
+    world = World(lambda position: 0, lambda nodes: 1.0 + (6.0 if nodes else 0.0))
+    world.run(policy(cheap=False), 6000)
+    assert world.seconds < 6000 * 1.08
+    assert max(at for at, size in zip(world.at, world.sizes, strict=True) if size) > 5000
 
 
 def test_a_draft_that_knows_when_it_is_right_beats_every_fixed_size() -> None:
