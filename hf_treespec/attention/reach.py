@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-__all__ = ["own_structure", "within_reach"]
+__all__ = ["chooses_keys", "own_structure", "within_reach"]
 
 _STRUCTURE = re.compile(r"(^|_)(window|local|block|chunk|span|segment|stride|band|topk|top_k|dilat|compress|landmark)")
 # Fields that are no structure of that kind, and why.
@@ -48,6 +48,16 @@ def own_structure(config: Any) -> dict[str, int]:
         if sizes and _STRUCTURE.search(name) and not _HARMLESS.fullmatch(name):
             found[name] = min(sizes)
     return found
+
+
+def chooses_keys(config: Any) -> bool:
+    """Whether the attention leaves out keys by a rule of its own, which an attention function in its place would miss.
+
+    Args:
+        config: of a model or of its text part.
+    """
+    names = config.get_text_config(decoder=True).to_dict()
+    return bool(own_structure(config)) or any(re.search("index_topk|keep_window", name) for name in names)
 
 
 def within_reach(config: Any, longest: int | None, *, alone: bool = True) -> bool:
