@@ -26,6 +26,7 @@ from transformers.generation.stopping_criteria import (
 from hf_treespec._compat.attention import (
     MASK_IMPLEMENTATIONS,
     attention_implementation,
+    custom_attention,
     mask_function_of,
     register_mask_function,
     switch_attention,
@@ -114,6 +115,7 @@ __all__ = [
     "cache_length",
     "chunks_behind_a_cache",
     "cross_attention_layers",
+    "custom_attention",
     "decode_context",
     "decoder_of",
     "decoder_output",

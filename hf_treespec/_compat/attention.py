@@ -8,10 +8,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
 
 __all__ = [
     "MASK_IMPLEMENTATIONS",
     "attention_implementation",
+    "custom_attention",
     "mask_function_of",
     "register_mask_function",
     "switch_attention",
@@ -53,3 +55,24 @@ def switch_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(before)
+
+
+@contextmanager
+def custom_attention(model: PreTrainedModel, name: str, attend: Callable[..., Any], mask_like: str) -> Iterator[None]:
+    """Run the model with `attend` as its attention, under a name that exists inside only.
+
+    Args:
+        model: its config carries the name meanwhile.
+        name: of the attention, and of the mask builder that goes with it: without one a model is given no mask.
+        attend: `attend(module, query, key, value, attention_mask, **kwargs)`.
+        mask_like: whose masks it takes, "sdpa" (bool) or "eager" (additive).
+    """
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, mask_function_of(mask_like))
+    try:
+        with switch_attention(model, name):
+            yield
+    finally:
+        # There is no public way to take a name back.
+        AttentionInterface._global_mapping.pop(name, None)
+        AttentionMaskInterface._global_mapping.pop(name, None)

@@ -130,8 +130,15 @@ def probe_paths(model: PreTrainedModel) -> tuple[str | None, bool]:
         inputs = _compat.prepare_inputs(model, ids, use_cache=False, **encoder)
         return model(**inputs, return_dict=True).logits[0, -2:].double()  # type: ignore[no-any-return]
 
-    excuse = "it does not read the paths of a tree as batch rows alike"
-    return _compare(model, lambda sample: _batch_logits(model, sample, _encoder_states(model)), plain, excuse)
+    def batch(sample: _Sample) -> Tensor:
+        if not _compat.is_encoder_decoder(model) and (reason := try_layers(model)):
+            raise TreeSpecError(reason)
+        return _batch_logits(model, sample, _encoder_states(model))
+
+    error, final = _compare(model, batch, plain, "it does not read the paths of a tree as batch rows alike")
+    if error is not None:
+        forget_layers(model)
+    return error, final
 
 
 @torch.no_grad()

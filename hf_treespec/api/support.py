@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_treespec import _compat
 from hf_treespec.api.probe import find_position_modules, probe_masks, probe_paths
-from hf_treespec.attention import has_bias_functions
+from hf_treespec.attention import has_bias_functions, own_structure
 from hf_treespec.cache import is_named, layer_kind
 from hf_treespec.errors import UnsupportedModelError
 from hf_treespec.routes import Route
@@ -94,7 +94,7 @@ def is_supported(model: Any) -> Support:
         if static is not None:
             return _refuse(static)
         if any(p.device.type == "meta" for p in inner.parameters()):
-            route = Route.MASK if _may_take_masks(inner) else Route.PATHS
+            route = Route.MASK if _may_take_masks(inner) and not own_structure(inner.config) else Route.PATHS
             return Support(
                 True, route, "by class, config and cache layers; not probed, parameters are on the meta device"
             )
@@ -121,8 +121,11 @@ def position_modules_of(model: PreTrainedModel) -> tuple[str, ...]:
 
 def _probed(model: PreTrainedModel) -> tuple[Support, bool]:
     """The answer of the probes, and whether it is final."""
-    reasons, final = [], True
-    for route, names in _masked_routes(model):
+    reasons, final, why = [], True, ""
+    if structure := own_structure(model.config):
+        named = ", ".join(f"{name}={size}" for name, size in structure.items())
+        why = f"; its config names {named}: attention that may count in cache slots, farther than a probe can see"
+    for route, names in () if structure else _masked_routes(model):
         error, sure = probe_masks(model, route, names)
         if error is None:
             proof = _PROVEN + _PROVEN_BY[route].format(", ".join(names)) + _attention_hint(model)
@@ -131,7 +134,7 @@ def _probed(model: PreTrainedModel) -> tuple[Support, bool]:
         final = final and sure
     error, sure = probe_paths(model)
     if error is None:
-        return Support(True, Route.PATHS, _PROVEN_PATHS), final
+        return Support(True, Route.PATHS, _PROVEN_PATHS + why), final
     reasons.append(error)
     return _refuse("; and path by path, ".join(dict.fromkeys(reasons))), final and sure
 

@@ -68,6 +68,9 @@ class RowCache:
         cache: the cache, which stays the same object.
         lengths: slots of each row that are not gap; the prompt's own padding counts as slots.
 
+    Attributes:
+        roots_only: whether no tree may be read, only its root.
+
     Raises:
         UnsupportedCallError: if a layer cannot take a tree.
     """
@@ -76,6 +79,7 @@ class RowCache:
         check_cache(cache)
         self.cache = cache
         self.lengths = list(lengths)
+        self.roots_only = False
         self._capacity = capacity(self.layers)
 
     @property
@@ -85,7 +89,9 @@ class RowCache:
 
     @property
     def room(self) -> int | None:
-        """Slots that are left behind the committed ones, or None if the cache grows."""
+        """Slots that a tree with its root may take, or None if there is no bound."""
+        if self.roots_only:
+            return 1
         return None if self._capacity is None else self._capacity - self.physical
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,11 +29,20 @@ _FACTS = (
     "cache_layers",
     "attention",
     "attention_takes_trees",
+    "attention_takes_kernel",
     "vocabulary",
     "learned_positions",
     "dtype",
     "weights",
 )
+# Text by itself first; models of several senses and encoder-decoders after them.
+_FAMILIES = {
+    "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "AutoModelForImageTextToText": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "AutoModelForSeq2SeqLM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "AutoModelForSpeechSeq2Seq": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+    "AutoModelForMultimodalLM": "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
+}
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 
 
@@ -75,7 +85,7 @@ def _shown(value: Any) -> str:
 
 
 def _examine(name: str, options: LoadOptions) -> dict[str, Any]:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers import AutoConfig
 
     from hf_treespec.cli.models import check_path, load_model, loading
 
@@ -83,13 +93,32 @@ def _examine(name: str, options: LoadOptions) -> dict[str, Any]:
     with loading(_ARGUMENT, f"{name}: no config of a model can be read"):
         config = AutoConfig.from_pretrained(name)
     facts: dict[str, Any] = {"model": name, "model_type": config.model_type, **dict.fromkeys(_FACTS)}
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    family = _family(config)
+    if family is None:
         # Not a usage error: the question was understood, and the answer is no.
-        reason = f"transformers has no causal language model for {type(config).__name__}"
+        reason = f"transformers has no language model for {type(config).__name__}"
         return {**facts, "cache_layers": {}, "ok": False, "route": "refuse", "reason": reason}
     with_weights = _has_weights(name)
-    model = load_model(name, _ARGUMENT, options) if with_weights else _skeleton(config, name, options)
+    make = partial(load_model, name, _ARGUMENT) if with_weights else partial(_skeleton, config, name)
+    model: PreTrainedModel = make(options, family)
     return {**facts, **_facts(model), "weights": "loaded" if with_weights else "none"}
+
+
+def _family(config: PreTrainedConfig) -> Any:
+    """The auto class of models that generate text with this config: the one that the config names, or the first."""
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    found = None
+    for kind, mapping in _FAMILIES.items():
+        names = getattr(modeling_auto, mapping, {}).get(config.model_type, ())
+        auto = getattr(transformers, kind, None)
+        if auto is None or not names:
+            continue
+        if set(config.architectures or ()) & {names, *(names if isinstance(names, tuple) else ())}:
+            return auto
+        found = found or auto
+    return found
 
 
 def _has_weights(name: str) -> bool:
@@ -100,10 +129,9 @@ def _has_weights(name: str) -> bool:
     return not path.is_dir() or any(next(path.glob(pattern), None) for pattern in _WEIGHTS)
 
 
-def _skeleton(config: PreTrainedConfig, name: str, options: LoadOptions) -> PreTrainedModel:
+def _skeleton(config: PreTrainedConfig, name: str, options: LoadOptions, family: Any) -> PreTrainedModel:
     """The model without memory for its weights."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     from hf_treespec.cli.models import loading
 
@@ -112,12 +140,13 @@ def _skeleton(config: PreTrainedConfig, name: str, options: LoadOptions) -> PreT
         # Only `from_pretrained` knows "auto"; a skeleton has the type that its config names.
         del keywords["dtype"]
     with loading(_ARGUMENT, f"{name}: no model can be made of this config"), torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **keywords)  # type: ignore[no-untyped-call]
+        model: PreTrainedModel = family.from_config(config, **keywords)
     return model
 
 
 def _facts(model: PreTrainedModel) -> dict[str, Any]:
     from hf_treespec import _compat, is_supported
+    from hf_treespec.api.kernel_probe import takes_custom_attention
     from hf_treespec.attention import learned_position_limit
 
     support = is_supported(model)
@@ -130,8 +159,10 @@ def _facts(model: PreTrainedModel) -> dict[str, Any]:
         "cache_layers": _cache_layers(model),
         "attention": attention,
         "attention_takes_trees": attention in _compat.MASK_IMPLEMENTATIONS,
+        # Without weights there is nothing to try.
+        "attention_takes_kernel": None if model.device.type == "meta" else takes_custom_attention(model) is None,
         "vocabulary": _compat.vocabulary_size(model),
-        "learned_positions": learned_position_limit(model, _compat.max_positions(model)),
+        "learned_positions": learned_position_limit(_compat.decoder_of(model), _compat.max_positions(model)),
         "dtype": str(model.dtype).removeprefix("torch."),
     }
 

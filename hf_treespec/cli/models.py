@@ -113,8 +113,14 @@ def quiet_transformers() -> Iterator[None]:
         transformers_logging.set_verbosity(before)
 
 
-def load_model(name: str, argument: str, options: LoadOptions) -> PreTrainedModel:
-    """A causal language model in evaluation mode on its device.
+def load_model(name: str, argument: str, options: LoadOptions, family: Any = AutoModelForCausalLM) -> PreTrainedModel:
+    """A language model in evaluation mode on its device.
+
+    Args:
+        name: folder, or name on the hub.
+        argument: whom to name.
+        options: how to load it.
+        family: the auto class that loads it.
 
     Raises:
         UsageFault: naming the argument, if it cannot be loaded.
@@ -123,7 +129,7 @@ def load_model(name: str, argument: str, options: LoadOptions) -> PreTrainedMode
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     with loading(argument, f"{name} cannot be loaded"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, **options.keywords())
+        model: PreTrainedModel = family.from_pretrained(name, **options.keywords())
     # Its own stubs take no device here and leave eval() untyped.
     module: torch.nn.Module = model.train(False)
     with loading("--device", f"{name} cannot be moved to {options.device}"):

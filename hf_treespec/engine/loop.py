@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from hf_treespec import _compat
-from hf_treespec.attention import attention_for_trees, counted_by_depth, learned_position_limit, tree_masks
+from hf_treespec.attention import (
+    attention_for_trees,
+    counted_by_depth,
+    learned_position_limit,
+    tree_masks,
+    within_reach,
+)
 from hf_treespec.cache import PathCache, RowCache, check_cache, check_windows, needs_equal_rows, restored_on_error
 from hf_treespec.config import TreeConfig
 from hf_treespec.control import SizePolicy
@@ -213,6 +219,8 @@ def _decode(
     stats.prefill_seconds = time.perf_counter() - start
 
     rows, forward = _target(model, request, cache, prompt, states)
+    longest = None if rules.max_length is None else prompt.slots(rules.max_length)
+    rows.roots_only = request.route.masked and not within_reach(model.config, longest, alone=guidance is None)
     last_positions, position_limit = _positions(model, request, cache, prompt)
     if guidance is not None:
         last_positions = [max(pair) for pair in zip(last_positions, guidance.last_positions, strict=True)]

@@ -18,7 +18,7 @@ Check = Callable[..., None]
 # doctor
 
 FACTS = ["model", "model_type", "class", "ok", "route", "reason", "cache_layers", "attention"]
-FACTS += ["attention_takes_trees", "vocabulary", "learned_positions", "dtype", "weights"]
+FACTS += ["attention_takes_trees", "attention_takes_kernel", "vocabulary", "learned_positions", "dtype", "weights"]
 
 
 def doctor(treespec: Run, *arguments: object) -> tuple[int, dict[str, Any]]:
@@ -41,6 +41,7 @@ def test_doctor_probes_a_model_with_weights(treespec: Run, llama_folder: str) ->
         "cache_layers": {"DynamicLayer": 2},
         "attention": "sdpa",
         "attention_takes_trees": True,
+        "attention_takes_kernel": True,
         "vocabulary": 64,
         "learned_positions": None,
         "dtype": "float32",
@@ -69,13 +70,47 @@ def test_doctor_refuses_recurrent_models(treespec: Run, mamba_folder: str) -> No
     assert "its state is recurrent" in facts["reason"]
 
 
-def test_doctor_refuses_what_is_no_causal_model(treespec: Run, tmp_path: Path) -> None:
-    from transformers import T5Config
+def test_doctor_answers_for_an_encoder_decoder(treespec: Run, tmp_path: Path) -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
 
-    T5Config(d_model=16, num_layers=1, d_ff=16, num_heads=2).save_pretrained(tmp_path)
+    model = T5ForConditionalGeneration(T5Config(vocab_size=37, d_model=16, d_kv=4, num_layers=1, d_ff=16, num_heads=2))
+    model.config.save_pretrained(tmp_path / "config")
+    code, facts = doctor(treespec, tmp_path / "config")
+    assert (code, facts["class"], facts["route"]) == (0, "T5ForConditionalGeneration", "paths")
+    assert "not probed" in facts["reason"] and facts["attention_takes_kernel"] is None
+    model.save_pretrained(tmp_path / "model")
+    code, facts = doctor(treespec, tmp_path / "model")
+    assert (code, facts["ok"], facts["route"], facts["weights"]) == (0, True, "paths", "loaded")
+    assert facts["reason"] == hf_treespec.is_supported(model).reason and facts["attention_takes_kernel"] is False
+
+
+def test_doctor_answers_for_a_model_of_several_senses(treespec: Run, tmp_path: Path) -> None:
+    from vision import build_reader
+
+    model = build_reader("llava")
+    model.save_pretrained(tmp_path)
+    code, facts = doctor(treespec, tmp_path)
+    support = hf_treespec.is_supported(model)
+    assert (code, facts["class"], facts["ok"]) == (0, type(model).__name__, True)
+    assert (facts["route"], facts["reason"]) == (support.route, support.reason)
+
+
+def test_doctor_goes_by_the_class_that_the_config_names(treespec: Run, tmp_path: Path) -> None:
+    from transformers import BartConfig
+
+    sizes = {"vocab_size": 41, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1}
+    for named in ("BartForCausalLM", "BartForConditionalGeneration"):
+        BartConfig(**sizes, architectures=[named]).save_pretrained(tmp_path / named)
+        assert doctor(treespec, tmp_path / named)[1]["class"] == named
+
+
+def test_doctor_refuses_what_is_no_language_model(treespec: Run, tmp_path: Path) -> None:
+    from transformers import ViTConfig
+
+    ViTConfig().save_pretrained(tmp_path)
     code, facts = doctor(treespec, tmp_path)
     assert (code, facts["ok"], facts["route"], facts["class"]) == (1, False, "refuse", None)
-    assert facts["reason"] == "transformers has no causal language model for T5Config"
+    assert facts["reason"] == "transformers has no language model for ViTConfig"
 
 
 def test_doctor_table(treespec: Run, llama_folder: str, mamba_folder: str) -> None:
