@@ -9,7 +9,6 @@ from hf_treespec import _compat
 from hf_treespec.api.support import require_support
 from hf_treespec.config import TreeConfig
 from hf_treespec.errors import UnsupportedCallError
-from hf_treespec.routes import Route
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -49,7 +48,7 @@ def check_draft(
         )
     if assistant is None:
         return
-    if require_support(assistant, "assistant_model").route is not Route.MASK:
+    if not require_support(assistant, "assistant_model").route.masked:
         raise UnsupportedCallError(
             f"assistant_model is a {type(assistant).__name__}, which takes no tree mask and cannot draft trees; pass "
             "a draft model that does, or leave assistant_model out to draft from the text by n-grams"

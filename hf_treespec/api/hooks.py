@@ -18,7 +18,7 @@ from hf_treespec.api.assistants import (
 )
 from hf_treespec.api.modes import refuse_modes, refuse_paged
 from hf_treespec.api.outliers import has_shared_outliers
-from hf_treespec.api.support import is_supported, position_modules_of, require_support, unwrap
+from hf_treespec.api.support import is_supported, require_support, routed, unwrap
 from hf_treespec.attention import check_attention
 from hf_treespec.config import TreeConfig
 from hf_treespec.engine import Request, check_cache_of, check_path_settings, check_settings, generate_with_tree
@@ -146,20 +146,24 @@ def _decode(
         return original(input_ids, *args, **kwargs)
     tokenizers = differing_tokenizers(kwargs.pop("tokenizer", None), kwargs.pop("assistant_tokenizer", None))
     kwargs.pop("inputs_tensor", None)
-    route = is_supported(model).route
+    assistant = unwrap(kwargs.pop("assistant_model", None))
+    route, names = routed(model, is_supported(model))
+    draft_route, draft_names = (Route.MASK, ()) if assistant is None else routed(assistant, is_supported(assistant))
     request = Request(
         input_ids=input_ids,
         logits_processor=kwargs.pop("logits_processor"),
         stopping_criteria=kwargs.pop("stopping_criteria"),
         generation_config=kwargs.pop("generation_config"),
         tree_config=tree_config,
-        assistant_model=unwrap(kwargs.pop("assistant_model", None)),
+        assistant_model=assistant,
         streamer=kwargs.pop("streamer", None),
         tokenizers=tokenizers,
         synced_gpus=bool(kwargs.pop("synced_gpus", False)),
         model_kwargs=kwargs,
         route=route,
-        position_modules=position_modules_of(model) if route is Route.POSITION_HOOK else (),
+        position_modules=names,
+        assistant_route=draft_route,
+        assistant_position_modules=draft_names,
     )
     return generate_with_tree(model, request, lambda stats: setattr(model, "treespec_stats", stats))
 

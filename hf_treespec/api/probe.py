@@ -66,7 +66,9 @@ _LOW_PRECISION_TOLERANCE = 0.2
 _ROUNDINGS = 8
 _MOST_ROUNDING = 0.25
 # What a forward may raise that is not built for what the probe asks of it.
-_FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, KeyError, IndexError)
+_FAILURES = (
+    RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, KeyError, IndexError, AssertionError,
+)  # fmt: skip
 
 
 @contextmanager

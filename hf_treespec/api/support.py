@@ -18,7 +18,7 @@ from hf_treespec.cache import is_named, layer_kind
 from hf_treespec.errors import UnsupportedModelError
 from hf_treespec.routes import Route
 
-__all__ = ["Support", "is_supported", "position_modules_of", "require_support", "unwrap"]
+__all__ = ["Support", "is_supported", "require_support", "routed", "unwrap"]
 
 _REMEMBERED = 64
 _PROVEN = "a probe tree equals its paths"
@@ -110,7 +110,12 @@ def _remember(answers: OrderedDict[tuple[Any, ...], Any], key: tuple[Any, ...], 
         answers.popitem(last=False)
 
 
-def position_modules_of(model: PreTrainedModel) -> tuple[str, ...]:
+def routed(model: PreTrainedModel, support: Support) -> tuple[Route, tuple[str, ...]]:
+    """The route of a supported model, and the modules that it corrects."""
+    return support.route, _position_modules(model) if support.route is Route.POSITION_HOOK else ()
+
+
+def _position_modules(model: PreTrainedModel) -> tuple[str, ...]:
     """Names of the modules whose outputs `Route.POSITION_HOOK` corrects in `model`."""
     key = _key(model)
     names = _POSITION_MODULES.get(key, ())
@@ -147,7 +152,7 @@ def _masked_routes(model: PreTrainedModel) -> Iterator[tuple[Route, tuple[str, .
         return
     if has_bias_functions(model):
         yield Route.ALIBI, ()
-    if names := position_modules_of(model):
+    if names := _position_modules(model):
         yield Route.POSITION_HOOK, names
 
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,7 @@ class TreeContext:
         slot_depths_BM: int64, the same for every tree slot.
         visible_BQM: bool, whether the query may see the tree slot: itself and its ancestors.
         keys: slots of a layer that forgets nothing, with this forward's and any spare ones; None if not known.
+        seen: what corrections by depth keep from one forward of this tree for the next.
     """
 
     base: int
@@ -44,6 +45,7 @@ class TreeContext:
     slot_depths_BM: Tensor
     visible_BQM: Tensor
     keys: int | None = None
+    seen: dict[int, Any] = field(default_factory=dict)
 
 
 _ACTIVE: ContextVar[TreeContext | None] = ContextVar("hf_treespec_tree", default=None)

@@ -3,7 +3,7 @@
 Such a model takes no position of a token; it gives the tokens of a forward the slots behind its cache as positions. So
 the modules that turn positions into embeddings (a table, rotary angles) are found by what their outputs depend on, and
 while a tree is read, a hook on them gives each node the embedding of the slot `base` + depth. That slot is one of the
-forward's own, since no node is deeper than its index.
+tree's own, since no node is deeper than its index; a tree that is read level by level has its earlier slots kept.
 
 Shapes: N tokens of the forward.
 """
@@ -129,16 +129,31 @@ def _corrected(module: nn.Module, args: Any, output: Any) -> Any:
     tree = active_tree()
     if tree is None:
         return output
-    if tree.depths_BQ.shape != tree.slot_depths_BM.shape:
-        raise TreeSpecError("a model that counts positions by its cache reads a tree in one forward only")
-    # The same in all rows.
-    return _by_depth(output, tree.depths_BQ[0])
+    slots, width = tree.slot_depths_BM.shape[1], tree.depths_BQ.shape[1]
+    before = tree.seen.get(id(module))
+    if before is None and slots != width:
+        raise TreeSpecError("embeddings of positions were not seen in an earlier forward of the same tree")
+    # The module may run several times a forward, once for each layer.
+    tree.seen[id(module)] = rows = _joined(before, output, width, slots - width)
+    # The depths are the same in all rows of the batch.
+    return _by_depth(rows, tree.depths_BQ[0], slots)
 
 
-def _by_depth(value: Any, depths_N: Tensor) -> Any:
+def _joined(before: Any, value: Any, width: int, earlier: int) -> Any:
+    """The rows of a tree's earlier slots, and behind them those of this forward."""
     if isinstance(value, Tensor):
-        width = len(depths_N)
-        return value.index_select(-2, depths_N.to(value.device)) if _has_rows(value, width) else value
+        if not earlier or not _has_rows(value, width):
+            return value
+        return torch.cat([before.narrow(-2, 0, earlier), value], dim=-2)
     if type(value) in (list, tuple):
-        return type(value)(_by_depth(part, depths_N) for part in value)
+        old = [None] * len(value) if before is None else before
+        return type(value)(_joined(one, two, width, earlier) for one, two in zip(old, value, strict=True))
+    return value
+
+
+def _by_depth(value: Any, depths_Q: Tensor, slots: int) -> Any:
+    if isinstance(value, Tensor):
+        return value.index_select(-2, depths_Q.to(value.device)) if _has_rows(value, slots) else value
+    if type(value) in (list, tuple):
+        return type(value)(_by_depth(part, depths_Q, slots) for part in value)
     return value

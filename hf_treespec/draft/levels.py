@@ -6,7 +6,7 @@ Shapes: B rows, Q tokens of a forward, M tree slots so far.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -46,6 +46,9 @@ class LevelReader:
         cache: the draft's cache.
         transaction: open transaction on it.
         children: candidates wanted per node.
+        by_slots: whether the model counts positions or distances by its cache. Then the slots of all rows have common
+            depths; where rows have read unequally much, that is a jump in the positions of some.
+        room: slots that the model can read behind its cache, or None; beyond them there are no candidates.
     """
 
     def __init__(
@@ -55,12 +58,20 @@ class LevelReader:
         cache: RowCache,
         transaction: CacheTransaction,
         children: int,
+        *,
+        by_slots: bool = False,
+        room: int | None = None,
     ) -> None:
         self._reader = reader
         self._rows = rows
         self._cache = cache
         self._transaction = transaction
         self._children = children
+        self._by_slots = by_slots
+        self._room = room
+        # Slots of the first forward, and what is kept between the forwards.
+        self._first = 0
+        self._seen: dict[int, Any] = {}
         # Committed tokens that the draft has not read, the root last.
         self._fresh = [row.tokens[length:] for row, length in zip(rows, cache.lengths, strict=True)]
         self._fresh_slots: list[list[int]] = [[] for _ in rows]
@@ -81,6 +92,9 @@ class LevelReader:
         at_root = not any(self._slot_of)
         wanted = [self._fresh[row] if nodes and at_root else nodes for row, nodes in enumerate(frontier)]
         width = max(len(row) for row in wanted)
+        read_before = len(self._depths[0])
+        if self._room is not None and read_before + width > self._room:
+            return [[[] for _ in nodes] for nodes in frontier]
         tokens: list[list[int]] = []
         for row, nodes in enumerate(frontier):
             # Right-aligned, so that the last logits of every row belong to its frontier.
@@ -88,6 +102,8 @@ class LevelReader:
                 self._add_slot(row, 0, 0)
             read = self._read_fresh(row) if at_root and nodes else self._read_nodes(row, builders[row], nodes)
             tokens.append([0] * (width - len(read)) + [self._reader.safe(token) for token in read])
+        if self._by_slots:
+            self._align(builders, frontier, read_before, width)
         logits = self._forward(tokens, [width - len(row) for row in wanted], keep=1 if at_root else 0)
         return [
             self._rank(row, builders[row], nodes, logits[row, logits.shape[1] - len(nodes) :])
@@ -118,6 +134,17 @@ class LevelReader:
         self._depths[row].append(depth)
         self._visible[row].append(sees | 1 << slot)
         return slot
+
+    def _align(
+        self, builders: Sequence[TreeBuilder], frontier: Sequence[Sequence[int]], first: int, width: int
+    ) -> None:
+        """Give the new slots the depths that they have in the longest row: one level of the tree is one depth."""
+        if not first:
+            self._first = width
+        level = max(builder.depths[nodes[0]] for builder, nodes in zip(builders, frontier, strict=True) if nodes)
+        depths = [self._first - 1 + level] * width if first else list(range(width))
+        for row in self._depths:
+            row[first:] = depths
 
     def _read_fresh(self, row: int) -> list[int]:
         sees = 0
@@ -155,6 +182,8 @@ class LevelReader:
             depths_BQ=depths,
             slot_depths_BM=slot_depths,
             visible_BQM=unpack_words(torch.tensor(packed, dtype=torch.int64), slots),
+            keys=self._cache.physical + slots,
+            seen=self._seen,
         )
         positions = torch.tensor(self._cache.lengths)[:, None] + depths
         for row, count in enumerate(filler):

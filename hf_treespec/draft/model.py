@@ -22,6 +22,7 @@ from hf_treespec.attention import learned_position_limit
 from hf_treespec.cache import RowCache
 from hf_treespec.draft.base import DraftRow
 from hf_treespec.draft.levels import LevelReader
+from hf_treespec.routes import Route
 from hf_treespec.tree import Candidate, TokenTree, TreeLimits, grow
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ __all__ = ["ModelDraft"]
 
 
 class ModelDraft:
-    """Draft source over a causal LM that takes trees by the mask route.
+    """Draft source over a causal LM that takes trees by one of the masked routes.
 
     Args:
         model: the draft; neither it nor its config is changed.
@@ -40,6 +41,8 @@ class ModelDraft:
         processors: processors to shape the draft's law like the target's. Only those that look at logits alone may be
             given. They change how much is accepted, never the text.
         device: where the processors' tensors lie, if the draft may lie elsewhere.
+        route: of the draft. If its model counts by slots, what it counts is to be corrected around all calls, see
+            `hf_treespec.attention.counted_by_depth`.
     """
 
     name = "model"
@@ -53,6 +56,7 @@ class ModelDraft:
         vocab_size: int,
         processors: LogitsProcessorList | None = None,
         device: torch.device | None = None,
+        route: Route = Route.MASK,
     ) -> None:
         self.model = model
         self.forward_seconds = 0.0
@@ -63,7 +67,14 @@ class ModelDraft:
         self._readable = _compat.embedding_rows(model)
         self._processors = processors
         self._device = device
-        self._position_limit = learned_position_limit(model, _compat.max_positions(model))
+        self._by_slots = not route.told_positions
+        # Positions that a model counts itself it is not told.
+        self._tells_positions = route is Route.MASK or (route is Route.ALIBI and _compat.accepts_position_ids(model))
+        self._wants_mask = route is Route.ALIBI
+        limits = [learned_position_limit(model, _compat.max_positions(model))]
+        if self._by_slots:
+            limits.append(_compat.max_sequence(model))
+        self._position_limit = min((limit for limit in limits if limit is not None), default=None)
         self._rows: RowCache | None = None
         self._open: ExitStack | None = None
         self._pass: LevelReader | None = None
@@ -80,7 +91,11 @@ class ModelDraft:
             self._rows = self._prefill(rows, limits)
         self._open = ExitStack()
         transaction = self._open.enter_context(self._rows.transaction())
-        self._pass = LevelReader(self, rows, self._rows, transaction, max(limit.max_children for limit in limits))
+        room = None
+        if self._by_slots and self._position_limit is not None:
+            room = self._position_limit - self._rows.physical
+        children = max(limit.max_children for limit in limits)
+        self._pass = LevelReader(self, rows, self._rows, transaction, children, by_slots=self._by_slots, room=room)
         try:
             grown = grow(roots, self._pass.expand, limits, self._growth)
         except BaseException:
@@ -138,11 +153,13 @@ class ModelDraft:
     ) -> Tensor:
         """One timed forward of the draft; logits `[B, Q or logits_to_keep, V]`."""
         device = _compat.input_device(self.model, ids.device)
+        if mask is None and self._wants_mask:
+            mask = torch.ones((len(ids), _compat.cache_length(rows.cache) + ids.shape[1]), dtype=torch.long)
         start = time.perf_counter()
         logits = _compat.model_forward(
             self.model,
             input_ids=ids.to(device),
-            position_ids=positions.to(device),
+            position_ids=positions.to(device) if self._tells_positions else None,
             attention_mask=None if mask is None else mask.to(device),
             cache=rows.cache,
             logits_to_keep=logits_to_keep,

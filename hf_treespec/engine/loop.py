@@ -63,6 +63,8 @@ class Request:
         model_kwargs: the other arguments of the model.
         tree_config: how to speculate.
         assistant_model: draft model, if one was passed.
+        assistant_route: how trees enter the draft model.
+        assistant_position_modules: as `position_modules`, of the draft model.
         streamer: already holds the prompt.
         tokenizers: those of target and draft, if they differ.
         synced_gpus: whether all ranks of the default process group must run the same forwards.
@@ -82,6 +84,8 @@ class Request:
     synced_gpus: bool = False
     route: Route = Route.MASK
     position_modules: tuple[str, ...] = ()
+    assistant_route: Route = Route.MASK
+    assistant_position_modules: tuple[str, ...] = ()
 
 
 def generate_with_tree(
@@ -151,6 +155,9 @@ def _prepared(model: PreTrainedModel, request: Request) -> Iterator[None]:
             stack.enter_context(attention_for_trees(request.assistant_model, request.tree_config.attention))
         stack.enter_context(tree_masks())
         stack.enter_context(counted_by_depth(model, request.route, request.position_modules))
+        if request.assistant_model is not None:
+            names = request.assistant_position_modules
+            stack.enter_context(counted_by_depth(request.assistant_model, request.assistant_route, names))
         if request.synced_gpus:
             models = dict.fromkeys(m for m in (model, request.assistant_model) if m is not None)
             stack.enter_context(in_lockstep(list(models), request.input_ids.device))
@@ -307,7 +314,8 @@ def _make_draft(request: Request, vocab: int) -> Draft:
     if config.draft == "ngram" or assistant is None:
         return NgramDraft(growth=config.growth)
     if request.tokenizers is not None:
-        own = ModelDraft(assistant, growth=config.growth, vocab_size=_compat.vocabulary_size(assistant))
+        vocab_size = _compat.vocabulary_size(assistant)
+        own = ModelDraft(assistant, growth=config.growth, vocab_size=vocab_size, route=request.assistant_route)
         return RetokenizedDraft(own, *request.tokenizers, vocab_size=vocab)
     processors = None
     if request.generation_config.do_sample:
@@ -320,4 +328,5 @@ def _make_draft(request: Request, vocab: int) -> Draft:
         vocab_size=vocab,
         processors=processors,
         device=request.input_ids.device,
+        route=request.assistant_route,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers.cache_utils import DynamicCache, StaticCache
 import slot_models
 import tiny
 from calls import BUSHES, CHAINS_OF_4, GREEDY, SAMPLED, Pair, twice
-from hf_treespec import _compat, enable, is_supported
+from hf_treespec import TreeConfig, _compat, enable, is_supported
 from slot_models import ALIBI, POSITIONS, TABLE, VOCAB, prompt, stock, treed
 from sources import MAKERS, Source, drafting
 from tiny import WIDTH, assert_lively, assert_same_cache, cache_argument, fingerprint
@@ -24,6 +25,7 @@ families = pytest.mark.parametrize("family", FAMILIES)
 STATIC = ("bart", "roformer", "bloom", "mpt")
 # One of each way to count.
 kinds = pytest.mark.parametrize("family", ["bart", "roformer", "bloom", "mpt", "falcon"])
+OFF = TreeConfig(fallback="off", seed=3, max_nodes=12, max_depth=4)
 batches = pytest.mark.parametrize("batch", [1, 3])
 samplings = pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["t0", "t0.9"])
 
@@ -197,6 +199,52 @@ def test_guidance(family: str, batch: int) -> None:
 @kinds
 def test_rows_of_one_prompt(family: str) -> None:
     both(family, 3, num_return_sequences=2, maker="half_right", max_new_tokens=12, **SAMPLED)
+
+
+@families
+@batches
+@samplings
+def test_an_assistant_that_counts_slots_too(family: str, batch: int, sampling: dict[str, Any]) -> None:
+    ids, mask = prompt(batch)
+    call = {"attention_mask": mask, "max_new_tokens": 21, **sampling}
+    plain = tiny.reference(stock(family), ids, mask, seed=3, max_new_tokens=21, **sampling)
+    model = treed(family)
+    # The draft is the target: it is right wherever it reads what the target reads.
+    actual = model.generate(ids, assistant_model=stock(family), tree_config=CHAINS_OF_4, **call)
+    assert torch.equal(actual, plain)
+    assert (model.treespec_stats.rounds, model.treespec_stats.accepted_tokens) == (4, 16 * batch)
+    for growth in ("best_first", "dynamic"):
+        actual = model.generate(ids, assistant_model=perturbed(family), tree_config=OFF.replace(growth=growth), **call)
+        assert torch.equal(actual, plain)
+        assert model.treespec_stats.accepted_tokens > 0
+
+
+@functools.cache
+def perturbed(family: str) -> Any:
+    return tiny.perturbed(stock(family), 0.01)
+
+
+@pytest.mark.parametrize("family", ["bart", "roformer", "mpt"])
+@batches
+def test_an_assistant_up_to_the_end_of_its_table(family: str, batch: int) -> None:
+    """A target whose texts may be longer."""
+    target = "bloom"
+    ids, mask = prompt(batch)
+    call = {"attention_mask": mask, "max_new_tokens": TABLE, "do_sample": False}
+    plain = stock(target).generate(ids, **call)
+    bushes = OFF.replace(max_nodes=12, max_depth=4)
+    assert torch.equal(treed(target).generate(ids, assistant_model=stock(family), tree_config=bushes, **call), plain)
+    drafts = treed(target).treespec_stats
+    assert 0 < drafts.plain_rounds < drafts.rounds
+
+
+def test_an_assistant_of_another_route() -> None:
+    ids, mask = prompt(1)
+    call = {"attention_mask": mask, "max_new_tokens": 16, "do_sample": False}
+    plain = tiny.stock("llama").generate(ids, **call)
+    for family in ("bart", "falcon"):
+        out = tiny.treed("llama").generate(ids, assistant_model=stock(family), tree_config=OFF, **call)
+        assert torch.equal(out, plain)
 
 
 @kinds

@@ -12,7 +12,7 @@ import seq2seq
 import tiny
 from calls import BUSHES, GREEDY, SAMPLED, Pair, twice
 from hf_treespec import Support, TreeConfig, UnsupportedCallError, _compat, enable, is_supported
-from hf_treespec.api import hooks
+from hf_treespec.api import assistants, hooks
 from hf_treespec.engine.paths import PathForward, plan_paths
 from hf_treespec.routes import Route
 from hf_treespec.tree import TokenTree
@@ -37,6 +37,7 @@ def path_by_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(hooks, "is_supported", answer)
     monkeypatch.setattr(hooks, "require_support", answer)
+    monkeypatch.setattr(assistants, "require_support", answer)
 
 
 def both(family: str, batch: int, **arguments: Any) -> Pair:

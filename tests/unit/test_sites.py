@@ -118,7 +118,25 @@ def test_outputs_are_taken_by_depth_under_a_tree_only() -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_a_tree_in_several_forwards_is_refused() -> None:
+@torch.no_grad()
+def test_a_tree_in_several_forwards() -> None:
+    model, whole = Model(), tree()
+    ids = torch.tensor([[1, 2, 3, 4, 5]])
+    with positions_by_depth(model, found(model)):
+        with tree_forward_context(whole):
+            wanted = model(ids, 4)
+        parts, seen = [], {}
+        for first, last in ((0, 2), (2, 3), (3, 5)):
+            depths = whole.depths_BQ
+            context = TreeContext(
+                4, depths[:, first:last], depths[:, :last], torch.ones(1, last - first, last) > 0, seen=seen
+            )
+            with tree_forward_context(context):
+                parts.append(model(ids[:, first:last], 4 + first))
+    torch.testing.assert_close(torch.cat(parts, 1), wanted)
+
+
+def test_a_later_forward_alone_is_refused() -> None:
     model, whole = Model(), tree()
     later = TreeContext(
         base=4,
@@ -126,7 +144,7 @@ def test_a_tree_in_several_forwards_is_refused() -> None:
         slot_depths_BM=whole.depths_BQ,
         visible_BQM=torch.ones(1, 2, 5).bool(),
     )
-    refused = pytest.raises(TreeSpecError, match="in one forward only")
+    refused = pytest.raises(TreeSpecError, match="not seen in an earlier forward")
     with positions_by_depth(model, ["table"]), tree_forward_context(later), refused:
         model(torch.tensor([[1, 2]]), 7)
     with pytest.raises(TreeSpecError, match="no module is known"):
