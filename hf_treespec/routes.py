@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Route"]
+__all__ = ["PathTraits", "Route"]
+
+
+@dataclass(frozen=True, slots=True)
+class PathTraits:
+    """What a probe found out about a model that reads trees path by path.
+
+    Args:
+        attributes: modules that keep state themselves: name of the module, name of the buffer or attribute.
+        axes: tensors of the state whose first axis is not that of the rows: name of the place, and the axis, or None.
+        alone: whether several tokens a forward are right for a single row without padding only.
+    """
+
+    attributes: tuple[tuple[str, str], ...] = ()
+    axes: tuple[tuple[str, int | None], ...] = ()
+    alone: bool = False
 
 
 class Route(StrEnum):
@@ -16,6 +32,8 @@ class Route(StrEnum):
         ALIBI: the same for a model with a bias by distance, which is corrected.
         PATHS: a batch row for each root-to-leaf path.
         OWN_STATE: the same for a model that keeps its state elsewhere than in a cache of transformers.
+        STEPS: not at all, but the model reads one token a forward only, so that no tree could be sooner than plain
+            decoding, which a call with trees then is.
         REFUSE: not at all.
     """
 
@@ -24,6 +42,7 @@ class Route(StrEnum):
     ALIBI = "mask+alibi"
     PATHS = "paths"
     OWN_STATE = "paths+own-state"
+    STEPS = "token-by-token"
     REFUSE = "refuse"
 
     @property
@@ -34,7 +53,7 @@ class Route(StrEnum):
     @property
     def by_paths(self) -> bool:
         """Whether each path is read as a row of its own."""
-        return self in (Route.PATHS, Route.OWN_STATE)
+        return self in (Route.PATHS, Route.OWN_STATE, Route.STEPS)
 
     @property
     def told_positions(self) -> bool:

@@ -11,6 +11,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from transformers import cache_utils as _caches
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.utils import ALL_CACHE_NAMES
 
 __all__ = [
     "EMPTY_LAYERS",
@@ -19,16 +20,22 @@ __all__ = [
     "cache_from_outputs",
     "cache_kwarg",
     "cache_length",
+    "carried_state",
     "dequantized",
     "exact_tokens",
     "generation_cache",
+    "grows_by_concatenation",
+    "has_fixed_size",
     "is_config",
+    "is_foreign",
     "is_linear_attention",
     "is_offloaded",
+    "is_plain_cache",
     "is_user_defined",
     "make_cache",
     "passed_cache",
     "quantizes_in_groups",
+    "returned_cache",
     "through_quantization",
 ]
 
@@ -53,17 +60,25 @@ def cache_kwarg(model: nn.Module) -> str:
 
 def cache_from_outputs(outputs: Any) -> Cache | None:
     """The cache that a forward returned, under its old or new name."""
-    return outputs["cache"] if "cache" in outputs else outputs.get("past_key_values")  # type: ignore[no-any-return]
+    # Asking outputs for a name that they lack would count as the use of an old one.
+    return next((outputs[name] for name in ("cache", "past_key_values") if name in list(outputs)), None)
 
 
 def passed_cache(model_kwargs: dict[str, Any]) -> Any:
-    """The cache of a prepared call, under its old or new name."""
-    return model_kwargs.get("cache", model_kwargs.get("past_key_values"))
+    """The cache of a prepared call, under its old or new name ("cache_params" for Mamba and its kin before 5.24)."""
+    names = ("cache", "past_key_values", "cache_params")
+    return next((model_kwargs[name] for name in names if model_kwargs.get(name) is not None), None)
+
+
+def returned_cache(model_kwargs: dict[str, Any]) -> Any:
+    """What plain decoding returns as the cache, given the arguments of its last forward."""
+    return next((model_kwargs[name] for name in ALL_CACHE_NAMES if name in model_kwargs), None)
 
 
 def cache_length(cache: Cache) -> int:
-    """Physical length as an int (static layers return a tensor)."""
-    return int(cache.get_seq_length())
+    """Physical length as an int (static layers return a tensor); 0 if no layer counts, as for plain decoding."""
+    layers = getattr(cache, "layers", ())
+    return 0 if layers and all(cache.is_linear) else int(cache.get_seq_length() or 0)
 
 
 def make_cache(config: PreTrainedConfig) -> DynamicCache:
@@ -127,3 +142,37 @@ def is_offloaded(cache: Cache) -> bool:
 def is_user_defined(cache: Cache) -> bool:
     """Whether the caller passed the cache in, so that it outlives the call."""
     return bool(getattr(cache, "_is_user_defined", False))
+
+
+def grows_by_concatenation(layer: Any) -> bool:
+    """Whether a layer's keys and values are never written in place: each update makes new ones."""
+    update = getattr(type(layer), "update", None)
+    return update in (_caches.DynamicLayer.update, _caches.DynamicSlidingWindowLayer.update)
+
+
+def has_fixed_size(cache: Any) -> bool:
+    """Whether a layer writes attention states in place, into room that was made for a number of rows."""
+    return any(isinstance(layer, _caches.StaticLayer) for layer in getattr(cache, "layers", ()))
+
+
+def is_foreign(layer: Any) -> bool:
+    """Whether the class of a cache layer belongs to a model rather than to the caches of transformers."""
+    return type(layer).__module__ != _caches.__name__
+
+
+def is_plain_cache(cache: Any) -> bool:
+    """Whether all that a cache holds is in its layers; a subclass may keep more."""
+    return type(cache) in (
+        Cache,
+        DynamicCache,
+        _caches.StaticCache,
+        _caches.QuantizedCache,
+        _caches.EncoderDecoderCache,
+    )
+
+
+def carried_state(model: Any, outputs: Any) -> dict[str, Any]:
+    """What plain decoding hands from one forward to the next, by argument name, besides mask and positions."""
+    return dict(
+        model._update_model_kwargs_for_generation(outputs, {}, is_encoder_decoder=model.config.is_encoder_decoder)
+    )

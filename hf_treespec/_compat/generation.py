@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.cache_utils import Cache
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
@@ -18,14 +19,17 @@ __all__ = [
     "chunks_behind_a_cache",
     "decode_context",
     "decoder_output",
+    "default_config",
     "end_stream",
     "eos_token_ids",
     "generation_defaults",
     "has_process_group",
     "mask_length",
     "pad_token_id",
+    "plain_step",
     "prefill",
     "prepare_inputs",
+    "start_kwargs",
     "stream",
 ]
 
@@ -93,3 +97,38 @@ def end_stream(streamer: Any) -> None:
 def has_process_group() -> bool:
     """Whether torch.distributed is ready for collectives."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def default_config() -> GenerationConfig:
+    """The settings of a call that sets none."""
+    return GenerationConfig()
+
+
+def start_kwargs(model: Any, input_ids: Tensor, attention_mask: Tensor | None) -> dict[str, Any]:
+    """The keyword arguments with which `generate` would begin to decode a prompt that is padded as the mask says."""
+    kwargs: dict[str, Any] = {"use_cache": True}
+    if attention_mask is not None:
+        kwargs["attention_mask"] = attention_mask
+    if "position_ids" in inspect.signature(model.forward).parameters and not model.config.is_encoder_decoder:
+        kwargs["position_ids"] = model._prepare_position_ids_for_generation(input_ids, kwargs)
+    mode = GenerationMode.GREEDY_SEARCH
+    model._prepare_cache_for_generation(default_config(), kwargs, mode, int(input_ids.shape[0]), 64)
+    return kwargs
+
+
+def plain_step(model: Any, outputs: Any, text: Tensor, model_kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A step of plain decoding.
+
+    Args:
+        model: the model.
+        outputs: of the forward before.
+        text: int64 `[B, L]`, whose last column is new.
+        model_kwargs: those of the forward before.
+
+    Returns:
+        The outputs of this forward and its keyword arguments.
+    """
+    pair = model.config.is_encoder_decoder
+    kwargs = model._update_model_kwargs_for_generation(outputs, dict(model_kwargs), is_encoder_decoder=pair)
+    inputs = model.prepare_inputs_for_generation(text, next_sequence_length=1, **kwargs)
+    return model(**inputs, return_dict=True), kwargs

@@ -18,7 +18,7 @@ from hf_treespec.api.assistants import (
 )
 from hf_treespec.api.modes import refuse_modes, refuse_paged
 from hf_treespec.api.outliers import has_shared_outliers
-from hf_treespec.api.support import is_supported, require_support, routed, unwrap
+from hf_treespec.api.support import is_supported, path_traits, require_support, routed, unwrap
 from hf_treespec.attention import check_attention
 from hf_treespec.config import TreeConfig
 from hf_treespec.engine import Request, check_cache_of, check_path_settings, check_settings, generate_with_tree
@@ -164,6 +164,7 @@ def _decode(
         position_modules=names,
         assistant_route=draft_route,
         assistant_position_modules=draft_names,
+        traits=path_traits(model),
     )
     return generate_with_tree(model, request, lambda stats: setattr(model, "treespec_stats", stats))
 

@@ -28,15 +28,23 @@ from hf_treespec.errors import TreeSpecError
 from hf_treespec.routes import Route
 from hf_treespec.tree import TokenTree
 
-__all__ = ["find_position_modules", "probe_masks", "probe_paths"]
+__all__ = [
+    "RIGHT_NODES",
+    "Sample",
+    "compare",
+    "evaluation",
+    "find_position_modules",
+    "probe_masks",
+    "probe_paths",
+]
 
 # A chain beside the path of the last node, which skips it: a model that counts its distances in cache slots is far off
 # even if its attention hardly depends on them.
 _CHAIN = (3, 1, 4, 2) * 3
-_RIGHT_NODES = (0, len(_CHAIN) + 1, len(_CHAIN) + 3)
+RIGHT_NODES = (0, len(_CHAIN) + 1, len(_CHAIN) + 3)
 
 
-class _Sample:
+class Sample:
     """Tokens of one comparison; other shifts give other tokens in the same places.
 
     Root 2 has the children 3, which begins the chain, and 1, which has the children 4 and 3.
@@ -72,7 +80,7 @@ _FAILURES = (
 
 
 @contextmanager
-def _evaluation(model: torch.nn.Module) -> Iterator[None]:
+def evaluation(model: torch.nn.Module) -> Iterator[None]:
     """Dropout off for the probe, module by module as it was afterwards."""
     training = [module for module in model.modules() if module.training]
     try:
@@ -105,7 +113,7 @@ def probe_masks(
     excuse = "it does not build its masks or positions from the mask registry and position_ids"
     with ExitStack() as stack:
 
-        def tree_logits(sample: _Sample) -> Tensor:
+        def tree_logits(sample: Sample) -> Tensor:
             if reason := try_layers(model):
                 raise TreeSpecError(reason)
             stack.enter_context(attention_for_trees(model, wanted))
@@ -113,7 +121,7 @@ def probe_masks(
             stack.enter_context(counted_by_depth(model, route, position_names))
             return _tree_logits(model, sample, route)
 
-        error, final = _compare(model, tree_logits, lambda sample, path: _path_logits(model, sample, path)[0], excuse)
+        error, final = compare(model, tree_logits, lambda sample, path: _path_logits(model, sample, path)[0], excuse)
     if error is not None:
         forget_layers(model)
     return error, final
@@ -126,18 +134,18 @@ def probe_paths(model: PreTrainedModel) -> tuple[str | None, bool]:
     """
     encoder: dict[str, Any] = {}
 
-    def plain(sample: _Sample, path: tuple[int, ...]) -> Tensor:
+    def plain(sample: Sample, path: tuple[int, ...]) -> Tensor:
         encoder.update(_encoder_states(model))
         ids = _ids(model, (*sample.prompt, *path, sample.next))
         inputs = _compat.prepare_inputs(model, ids, use_cache=False, **encoder)
         return model(**inputs, return_dict=True).logits[0, -2:].double()  # type: ignore[no-any-return]
 
-    def batch(sample: _Sample) -> Tensor:
+    def batch(sample: Sample) -> Tensor:
         if not _compat.is_encoder_decoder(model) and (reason := try_layers(model)):
             raise TreeSpecError(reason)
         return _batch_logits(model, sample, _encoder_states(model))
 
-    error, final = _compare(model, batch, plain, "it does not read the paths of a tree as batch rows alike")
+    error, final = compare(model, batch, plain, "it does not read the paths of a tree as batch rows alike")
     if error is not None:
         forget_layers(model)
     return error, final
@@ -162,7 +170,7 @@ def find_position_modules(model: PreTrainedModel) -> tuple[str, ...]:
         return record
 
     try:
-        with _evaluation(model), without_shared_outliers(model):
+        with evaluation(model), without_shared_outliers(model):
             base, other = calls((2, 3, 1), length=4), calls((3, pad, 4), length=4)
             return position_modules(base, other, calls((2, 3, 1), length=5))
     except torch.OutOfMemoryError:
@@ -173,20 +181,31 @@ def find_position_modules(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 @torch.no_grad()
-def _compare(
+def compare(
     model: PreTrainedModel,
-    tree_logits: Callable[[_Sample], Tensor],
-    plain: Callable[[_Sample, tuple[int, ...]], Tensor],
+    tree_logits: Callable[[Sample], Tensor],
+    plain: Callable[[Sample, tuple[int, ...]], Tensor],
     excuse: str,
 ) -> tuple[str | None, bool]:
+    """Compare logits of trees with those of plain forwards along the right path, by what the wrong one changes.
+
+    Args:
+        model: the model.
+        tree_logits: float64 logits of some nodes of a sample.
+        plain: the same of a plain forward along a path.
+        excuse: what a difference means.
+
+    Returns:
+        None if they agree, else the reason; and whether that is final.
+    """
     rows = _compat.embedding_rows(model)
-    samples = [sample for sample in map(_Sample, _SHIFTS) if sample.ids_needed <= rows]
+    samples = [sample for sample in map(Sample, _SHIFTS) if sample.ids_needed <= rows]
     if not samples:
         return f"its vocabulary of {rows} ids is too small for the probe", True
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     best: tuple[float, float, float] | None = None
     try:
-        with _evaluation(model), without_shared_outliers(model):
+        with evaluation(model), without_shared_outliers(model):
             for sample in samples:
                 tree = tree_logits(sample)
                 right, wrong = (plain(sample, path) for path in (sample.right, sample.wrong))
@@ -218,7 +237,7 @@ def _ids(model: PreTrainedModel, tokens: tuple[int, ...]) -> Tensor:
     return torch.tensor([tokens], device=model.device)
 
 
-def _tree_logits(model: PreTrainedModel, sample: _Sample, route: Route) -> Tensor:
+def _tree_logits(model: PreTrainedModel, sample: Sample, route: Route) -> Tensor:
     """Logits `[2, V]`: at a tree node, and of the token after it once its path has been committed."""
     cache = _compat.make_cache(model.config)
     _read(model, sample.prompt, cache, first=0)
@@ -227,15 +246,15 @@ def _tree_logits(model: PreTrainedModel, sample: _Sample, route: Route) -> Tenso
     forward = TargetForward(model, rows, last, None, {"use_cache": True}, route=route)
     with rows.transaction() as transaction:
         at_node = forward([sample.tree], [1])[0, -1]
-        transaction.commit([_RIGHT_NODES])
+        transaction.commit([RIGHT_NODES])
     check_states(cache, lambda: _path_logits(model, sample, sample.right, ahead=False)[1])
     with rows.transaction():
-        after = forward([TokenTree.root_only(sample.next)], [1 + len(_RIGHT_NODES)])[0, -1]
+        after = forward([TokenTree.root_only(sample.next)], [1 + len(RIGHT_NODES)])[0, -1]
     return torch.stack([at_node, after]).double()
 
 
 def _path_logits(
-    model: PreTrainedModel, sample: _Sample, path: tuple[int, ...], *, ahead: bool = True
+    model: PreTrainedModel, sample: Sample, path: tuple[int, ...], *, ahead: bool = True
 ) -> tuple[Tensor, _compat.Cache]:
     """Logits `[2, V]` at the end of a path and of the token after it, if `ahead`; and the cache after all that.
 
@@ -273,7 +292,7 @@ def _encoder_states(model: PreTrainedModel) -> dict[str, Any]:
     return {"encoder_outputs": BaseModelOutput(last_hidden_state=states.to(model.device, model.dtype))}
 
 
-def _batch_logits(model: PreTrainedModel, sample: _Sample, encoder: dict[str, Any]) -> Tensor:
+def _batch_logits(model: PreTrainedModel, sample: Sample, encoder: dict[str, Any]) -> Tensor:
     """Logits `[2, V]`: at a tree node, and of the token after it once its path has been committed."""
     cache, width = _compat.generation_cache(model), len(sample.prompt)
     kwargs = {"use_cache": True, **encoder}
@@ -292,7 +311,7 @@ def _batch_logits(model: PreTrainedModel, sample: _Sample, encoder: dict[str, An
     forward = PathForward(model, rows, prompt, kwargs)
     with rows.transaction() as transaction:
         at_node = forward([sample.tree], [1])[0, -1]
-        transaction.commit([_RIGHT_NODES])
+        transaction.commit([RIGHT_NODES])
     with rows.transaction():
-        after = forward([TokenTree.root_only(sample.next)], [1 + len(_RIGHT_NODES)])[0, -1]
+        after = forward([TokenTree.root_only(sample.next)], [1 + len(RIGHT_NODES)])[0, -1]
     return torch.stack([at_node, after]).double()

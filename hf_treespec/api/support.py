@@ -12,13 +12,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_treespec import _compat
+from hf_treespec.api.order_probe import probe_order
 from hf_treespec.api.probe import find_position_modules, probe_masks, probe_paths
 from hf_treespec.attention import has_bias_functions, own_structure
-from hf_treespec.cache import is_named, layer_kind
+from hf_treespec.cache import is_named, is_order_bound, layer_kind
 from hf_treespec.errors import UnsupportedModelError
-from hf_treespec.routes import Route
+from hf_treespec.routes import PathTraits, Route
 
-__all__ = ["Support", "is_supported", "require_support", "routed", "unwrap"]
+__all__ = ["Support", "is_supported", "path_traits", "require_support", "routed", "unwrap"]
 
 _REMEMBERED = 64
 _PROVEN = "a probe tree equals its paths"
@@ -31,6 +32,7 @@ _PROVEN_PATHS = "a probe tree equals its paths when each is a batch row"
 _LOCK = threading.Lock()
 _ANSWERS: OrderedDict[tuple[Any, ...], Support] = OrderedDict()
 _POSITION_MODULES: OrderedDict[tuple[Any, ...], tuple[str, ...]] = OrderedDict()
+_TRAITS: OrderedDict[tuple[Any, ...], PathTraits] = OrderedDict()
 
 
 class Support(NamedTuple):
@@ -94,7 +96,8 @@ def is_supported(model: Any) -> Support:
         if static is not None:
             return _refuse(static)
         if any(p.device.type == "meta" for p in inner.parameters()):
-            route = Route.MASK if _may_take_masks(inner) and not own_structure(inner.config) else Route.PATHS
+            masked = _may_take_masks(inner) and not own_structure(inner.config) and not _keeps_order(inner)
+            route = Route.MASK if masked else Route.PATHS
             return Support(
                 True, route, "by class, config and cache layers; not probed, parameters are on the meta device"
             )
@@ -124,6 +127,11 @@ def _position_modules(model: PreTrainedModel) -> tuple[str, ...]:
     return names
 
 
+def path_traits(model: Any) -> PathTraits:
+    """What the probe of `is_supported` found out besides for a model that reads trees path by path."""
+    return _TRAITS.get(_key(unwrap(model)), PathTraits())
+
+
 def _probed(model: PreTrainedModel) -> tuple[Support, bool]:
     """The answer of the probes, and whether it is final."""
     reasons, final, why = [], True, ""
@@ -137,15 +145,27 @@ def _probed(model: PreTrainedModel) -> tuple[Support, bool]:
             return Support(True, route, proof), final
         reasons.append(error)
         final = final and sure
-    error, sure = probe_paths(model)
-    if error is None:
-        return Support(True, Route.PATHS, _PROVEN_PATHS + why), final
-    reasons.append(error)
+    if not _keeps_order(model):
+        error, sure = probe_paths(model)
+        if error is None:
+            return Support(True, Route.PATHS, _PROVEN_PATHS + why), final
+        reasons.append(error)
+        final = final and sure
+    if _is_order_bound(model):
+        found = probe_order(model)
+        final = final and found.final
+        _remember(_TRAITS, _key(model), found.traits)
+        if found.route is not Route.REFUSE:
+            return Support(True, found.route, found.reason + why), final
+        reasons.append(found.reason)
+    sure = True
     return _refuse("; and path by path, ".join(dict.fromkeys(reasons))), final and sure
 
 
 def _masked_routes(model: PreTrainedModel) -> Iterator[tuple[Route, tuple[str, ...]]]:
     """The routes by one row that `model` may take, the cheapest first, with the modules they correct."""
+    if _keeps_order(model):
+        return
     if _may_take_masks(model):
         yield Route.MASK, ()
     if _compat.is_encoder_decoder(model):
@@ -197,23 +217,26 @@ def _static_reason(model: PreTrainedModel) -> str | None:
     """Why the model is out without running it, or None."""
     if not model.can_generate():
         return "the model cannot generate"
-    if _compat.is_stateful(model):
-        return "its state is recurrent and cannot drop rejected nodes"
     if _compat.overrides_sampling(model):
         return "its class brings a decoding loop of its own"
     if cross := _compat.cross_attention_layers(model):
         return f"its layers {cross} keep states of another sense in the cache, which are no part of the text"
-    if not _compat.supports_dynamic_cache(model):
-        return "it does not use a DynamicCache"
-    layers = getattr(_compat.make_cache(model.config), "layers", [])
-    # The others are tried by the probe.
-    odd = sorted(
-        {
-            type(layer).__name__
-            for layer in layers
-            if layer_kind(layer) is None and (_compat.is_linear_attention(layer) or is_named(type(layer)))
-        }
-    )
-    if odd:
-        return f"its cache has layers of class {', '.join(odd)}, which cannot drop rejected nodes"
     return None
+
+
+def _keeps_order(model: PreTrainedModel) -> bool:
+    """Whether no mask could keep siblings apart: a recurrent state or a cache of its own kind mixes all that is read.
+
+    Layers of classes that nobody named are tried under masks first.
+    """
+    if _compat.is_stateful(model) or not _compat.supports_dynamic_cache(model):
+        return True
+    return any(
+        layer_kind(layer) is None and (_compat.is_linear_attention(layer) or is_named(type(layer)))
+        for layer in getattr(_compat.make_cache(model.config), "layers", [])
+    )
+
+
+def _is_order_bound(model: PreTrainedModel) -> bool:
+    """Whether the state can only be kept and given back as a whole, as far as its cache tells."""
+    return _keeps_order(model) or is_order_bound(_compat.make_cache(model.config))

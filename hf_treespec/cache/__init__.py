@@ -8,12 +8,15 @@ from hf_treespec.cache.layers import (
     cache_parts,
     check_cache,
     is_named,
+    is_order_bound,
     layer_kind,
     needs_equal_rows,
 )
+from hf_treespec.cache.order_bound import OrderBoundRows, OrderBoundTransaction, Read
 from hf_treespec.cache.paths import PathCache, PathTransaction
 from hf_treespec.cache.replay import ReplayRecorder
 from hf_treespec.cache.rows import CacheTransaction, RowCache, restored_on_error
+from hf_treespec.cache.state import restored_state_on_error, tensor_places
 from hf_treespec.cache.static import check_windows
 
 __all__ = [
@@ -22,8 +25,11 @@ __all__ = [
     "STATIC",
     "CacheTransaction",
     "CallTrial",
+    "OrderBoundRows",
+    "OrderBoundTransaction",
     "PathCache",
     "PathTransaction",
+    "Read",
     "ReplayRecorder",
     "RowCache",
     "cache_parts",
@@ -31,7 +37,10 @@ __all__ = [
     "check_windows",
     "forget",
     "is_named",
+    "is_order_bound",
     "layer_kind",
     "needs_equal_rows",
     "restored_on_error",
+    "restored_state_on_error",
+    "tensor_places",
 ]

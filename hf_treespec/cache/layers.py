@@ -22,6 +22,7 @@ __all__ = [
     "cache_parts",
     "check_cache",
     "is_named",
+    "is_order_bound",
     "layer_kind",
     "needs_equal_rows",
 ]
@@ -75,8 +76,20 @@ def needs_equal_rows(cache: Any) -> bool:
     return any(layer_kind(layer) in (STATIC, QUANTIZED, REPLAYED) for layer in layers)
 
 
-def check_cache(cache: Any) -> _compat.Cache:
+def is_order_bound(cache: Any) -> bool:
+    """Whether a cache holds more than attention states that can be taken and dropped slot by slot."""
+    return not all(
+        _compat.is_plain_cache(part) and all(layer_kind(layer) is not None for layer in part.layers)
+        for part in cache_parts(cache)
+    )
+
+
+def check_cache(cache: Any, *, as_a_whole: bool = False) -> _compat.Cache:
     """Refuse caches that cannot give back a rejected node.
+
+    Args:
+        cache: any object.
+        as_a_whole: whether the cache is kept, repeated and given back as a whole, which any layer allows.
 
     Returns:
         The cache.
@@ -91,6 +104,8 @@ def check_cache(cache: Any) -> _compat.Cache:
             "an offloaded cache moves its layers during the forward and cannot take a tree; pass a DynamicCache, or "
             "leave out cache_implementation"
         )
+    if as_a_whole:
+        return cache
     odd = {type(layer).__name__ for part in cache_parts(cache) for layer in part.layers if layer_kind(layer) is None}
     # Layers may be made one by one during the first forward, when it is too late to refuse.
     for part in cache_parts(cache):

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from hf_treespec.control.estimates import CostCurve, GainCurve, size_ladder
 from hf_treespec.control.proposals import ProposalLog, predicted_tokens
-from hf_treespec.tree import TokenTree, TreeLimits
+from hf_treespec.tree import NODES, Measure, TokenTree, TreeLimits
 
 __all__ = ["SizePolicy"]
 
@@ -24,6 +24,7 @@ _PROBE_SHARE = 0.05  # of the time, that probes may take more than plain rounds;
 class SizePolicy:
     """Chooses the size of each round's trees.
 
+    A size is what the target reads for a tree, which is its nodes or, path by path, more (`tree.measure`).
     A cheap draft proposes whole trees every round, and the policy cuts them to the size that pays, going by the
     draft's confidence in this very tree and by how much such confidence was worth so far. A dear draft (a model) is
     told the size beforehand, chosen by what trees of that size brought of late; probes of whole trees keep that known.
@@ -34,24 +35,38 @@ class SizePolicy:
         cheap: whether proposing costs next to nothing beside a forward of the target.
         in_step: whether all rows advance by the same number of tokens.
         batch: rows.
+        barred: whether no tree can serve this call.
+        measure: what a tree costs the target to read; sizes are counted so.
     """
 
-    def __init__(self, limits: TreeLimits, *, fallback: str, cheap: bool, in_step: bool, batch: int) -> None:
+    def __init__(
+        self,
+        limits: TreeLimits,
+        *,
+        fallback: str,
+        cheap: bool,
+        in_step: bool,
+        batch: int,
+        barred: bool = False,
+        measure: Measure = NODES,
+    ) -> None:
+        limits = limits.capped(max_nodes=0) if barred else limits
         self._limits = limits
         self._active = fallback == "auto" and limits.max_nodes > 0
         self._cheap = cheap
+        self._measure = measure
         self._sizes = size_ladder(limits.max_nodes)
         self.costs = CostCurve(self._sizes)
         self.gains = GainCurve(self._sizes)
         rows = list(range(batch))
         self._groups = [rows] if in_step else [[row] for row in rows]
-        self._logs = [ProposalLog(self._sizes, self.gains) for _ in self._groups]
+        self._logs = [ProposalLog(self._sizes, self.gains, measure) for _ in self._groups]
         self._rounds = 0  # since all sizes were timed
         self._size = limits.max_nodes
         self._whole = _TRIAL_ROUNDS
         self._pause = self._until_probe = _FIRST_PAUSE
         self._longest = _LONGEST_PAUSE
-        self.plain = False  # whether the latest round has no tree by choice
+        self.plain = barred  # whether the latest round has no tree by choice
 
     def limits(self) -> TreeLimits:
         """What the draft may propose this round."""
@@ -60,7 +75,7 @@ class SizePolicy:
         return self._limits.capped(max_nodes=self._size)
 
     def cut(self, trees: Sequence[TokenTree], lengths: Mapping[int, int], emitted: Sequence[int]) -> list[TokenTree]:
-        """The trees to score; those of a dear draft are scored whole.
+        """The trees to score: of each the part that is best at the size which pays.
 
         Args:
             trees: one per batch row, as proposed within `limits()`.
@@ -76,19 +91,19 @@ class SizePolicy:
             proposals = {row: (lengths[row], trees[row]) for row in group if row in lengths}
             if proposals:
                 log.add(emitted[next(iter(proposals))], limit, proposals, scored=size > 0)
-        return [tree.best(size) for tree in trees] if self._cheap else list(trees)
+        return [tree.part(*self._measure.kept(tree, [size])) for tree in trees]
 
-    def observe(self, *, nodes: int, seconds: float, texts: Mapping[int, Sequence[int]]) -> None:
+    def observe(self, *, trees: Sequence[TokenTree], seconds: float, texts: Mapping[int, Sequence[int]]) -> None:
         """Learn from a round.
 
         Args:
-            nodes: drafted nodes that the target scored in the largest tree of rows that had not ended.
+            trees: those that the target scored, of rows that had not ended.
             seconds: wall clock of the round, drafting and commit included.
             texts: row -> tokens so far, of rows that have not ended.
         """
         if not self._active:
             return
-        self.costs.add(nodes, seconds)
+        self.costs.add(max(self._measure.units(tree) for tree in trees), seconds)
         self._rounds += 1
         if self._rounds >= _TIMED_AGAIN:
             self._rounds = 0
@@ -102,7 +117,12 @@ class SizePolicy:
         if self._rounds < 2 * _TIMINGS:
             return self._sizes[0] if self._rounds % 2 else self._sizes[-1]
         predicted = [
-            [min(row) for row in zip(*(predicted_tokens(trees[row], self._sizes) for row in group), strict=True)]
+            [
+                min(row)
+                for row in zip(
+                    *(predicted_tokens(trees[row], self._sizes, self._measure) for row in group), strict=True
+                )
+            ]
             for group in ([row for row in group if row in rows] for group in self._groups)
             if group
         ]

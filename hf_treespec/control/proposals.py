@@ -11,23 +11,22 @@ from collections.abc import Mapping, Sequence
 from math import exp
 
 from hf_treespec.control.estimates import GainCurve
-from hf_treespec.tree import TokenTree
+from hf_treespec.tree import NODES, Measure, TokenTree
 
 __all__ = ["ProposalLog", "predicted_tokens"]
 
 
-def predicted_tokens(tree: TokenTree, sizes: Sequence[int]) -> list[float]:
-    """Accepted tokens that the draft expects of the best nodes of its tree, per size; 0 for trees without scores."""
-    if tree.scores is None:
+def predicted_tokens(tree: TokenTree, sizes: Sequence[int], measure: Measure = NODES) -> list[float]:
+    """Accepted tokens that the draft expects of the best part of its tree, per size; 0 for trees without scores."""
+    scores = tree.scores
+    if scores is None:
         return [0.0] * len(sizes)
-    sums, total = [0.0], 0.0
-    for node in tree.by_rank():
-        total += exp(tree.scores[node])
-        sums.append(total)
-    return [sums[min(size, tree.drafted)] for size in sizes]
+    return [sum(exp(scores[node]) for node in kept) for kept in measure.kept(tree, sizes)]
 
 
-def _accepted_tokens(tree: TokenTree, ahead: Sequence[int], sizes: Sequence[int]) -> list[int] | None:
+def _accepted_tokens(
+    tree: TokenTree, ahead: Sequence[int], sizes: Sequence[int], measure: Measure
+) -> list[int] | None:
     """Accepted tokens per size, given the tokens behind the root; None while more of them are needed."""
     node, path = 0, []
     for token in ahead:
@@ -39,8 +38,7 @@ def _accepted_tokens(tree: TokenTree, ahead: Sequence[int], sizes: Sequence[int]
     else:
         if tree.children(node):
             return None
-    rank = {place: number for number, place in enumerate(tree.by_rank(), 1)}
-    return [sum(rank[node] <= size for node in path) for size in sizes]
+    return [len(set(path).intersection(kept)) for kept in measure.kept(tree, sizes)]
 
 
 class ProposalLog:
@@ -52,10 +50,12 @@ class ProposalLog:
     Args:
         sizes: the ladder.
         gains: learns of every judged tree.
+        measure: how sizes are counted.
     """
 
-    def __init__(self, sizes: Sequence[int], gains: GainCurve) -> None:
+    def __init__(self, sizes: Sequence[int], gains: GainCurve, measure: Measure = NODES) -> None:
         self._sizes = sizes
+        self._measure = measure
         self._gains = gains
         self._pending: deque[tuple[int, int, dict[int, tuple[int, TokenTree]], bool]] = deque()
         self._next_round = [0] * len(sizes)
@@ -82,12 +82,14 @@ class ProposalLog:
         while self._pending:
             emitted, limit, proposals, scored = self._pending[0]
             going = [(texts[row], length, tree) for row, (length, tree) in proposals.items() if row in texts]
-            accepted = [_accepted_tokens(tree, text[length:], self._sizes) for text, length, tree in going]
+            accepted = [
+                _accepted_tokens(tree, text[length:], self._sizes, self._measure) for text, length, tree in going
+            ]
             if None in accepted:
                 return
             self._pending.popleft()
             if going:
-                predicted = [predicted_tokens(tree, self._sizes) for _, _, tree in going]
+                predicted = [predicted_tokens(tree, self._sizes, self._measure) for _, _, tree in going]
                 self._learn(emitted, limit, scored, [row for row in accepted if row is not None], predicted)
 
     def _learn(

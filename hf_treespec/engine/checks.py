@@ -152,7 +152,7 @@ def check_cache_of(model: PreTrainedModel, cache: Any, route: Route) -> None:
     """
     if cache is None:
         return
-    check_cache(cache)
+    check_cache(cache, as_a_whole=route.by_paths)
     pair = _compat.is_encoder_decoder(model)
     # Of the other kind plain decoding would mix up what the two attentions have read.
     if isinstance(cache, _compat.EncoderDecoderCache) != pair:
@@ -160,7 +160,7 @@ def check_cache_of(model: PreTrainedModel, cache: Any, route: Route) -> None:
         raise UnsupportedCallError(
             f"cache of type {type(cache).__name__} for {type(model).__name__}: expected {wanted}"
         )
-    if route.by_paths and needs_equal_rows(cache):
+    if route.by_paths and (needs_equal_rows(cache) or _compat.has_fixed_size(cache)):
         raise UnsupportedCallError(
             f"cache of type {type(cache).__name__} with layers of a fixed size or quantized ones: "
             f"{type(model).__name__} reads a tree path by path, which repeats rows of the cache; pass dynamic caches"

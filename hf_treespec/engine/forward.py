@@ -16,7 +16,7 @@ from hf_treespec.attention import TreeContext, node_positions, tree_forward_cont
 from hf_treespec.cache import RowCache
 from hf_treespec.engine.outputs import KeptStates
 from hf_treespec.routes import Route
-from hf_treespec.tree import TokenTree, align_trees, layout_trees
+from hf_treespec.tree import NODES, TokenTree, align_trees, layout_trees
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,6 +40,8 @@ class TargetForward:
         route: one of the masked routes. A model that counts by slots counts the same in all rows, so that its trees
             are aligned by depth.
     """
+
+    measure = NODES
 
     def __init__(
         self,

@@ -12,28 +12,28 @@ import torch
 from torch import Tensor
 
 from hf_treespec import _compat
-from hf_treespec.attention import (
-    attention_for_trees,
-    counted_by_depth,
-    learned_position_limit,
-    tree_masks,
-    within_reach,
+from hf_treespec.attention import attention_for_trees, counted_by_depth, tree_masks, within_reach
+from hf_treespec.cache import (
+    check_windows,
+    is_order_bound,
+    needs_equal_rows,
+    restored_on_error,
+    restored_state_on_error,
 )
-from hf_treespec.cache import PathCache, RowCache, check_cache, check_windows, needs_equal_rows, restored_on_error
 from hf_treespec.config import TreeConfig
 from hf_treespec.control import SizePolicy
 from hf_treespec.draft import Draft, ModelDraft, NgramDraft, RetokenizedDraft
 from hf_treespec.engine.checks import check_cache_of, check_inputs, check_processors
-from hf_treespec.engine.forward import TargetForward
 from hf_treespec.engine.guidance import Guidance
+from hf_treespec.engine.ordered import only_plain, settled
 from hf_treespec.engine.outputs import KeptStates
-from hf_treespec.engine.paths import PathForward, path_length_limit
 from hf_treespec.engine.prompt import Prompt
 from hf_treespec.engine.round import RoundRunner
 from hf_treespec.engine.state import GrowingText, StopRules
 from hf_treespec.engine.synced import in_lockstep, refused_together
+from hf_treespec.engine.target import cache_of, make_target, positions_of
 from hf_treespec.errors import UnsupportedCallError
-from hf_treespec.routes import Route
+from hf_treespec.routes import PathTraits, Route
 from hf_treespec.stats import TreeStats
 from hf_treespec.verify import Decider, GumbelNoise, NodeScorer, are_length_free, are_pure, text_streams
 
@@ -70,6 +70,7 @@ class Request:
         synced_gpus: whether all ranks of the default process group must run the same forwards.
         route: how trees enter the model.
         position_modules: names of those that make embeddings of positions, for `Route.POSITION_HOOK`.
+        traits: what else is known of a model that reads trees path by path.
     """
 
     input_ids: Tensor
@@ -86,6 +87,7 @@ class Request:
     position_modules: tuple[str, ...] = ()
     assistant_route: Route = Route.MASK
     assistant_position_modules: tuple[str, ...] = ()
+    traits: PathTraits = PathTraits()
 
 
 def generate_with_tree(
@@ -194,6 +196,7 @@ def _decode(
         # The states of a step are one tensor over all rows.
         and not wanted_states
     )
+    barred = only_plain(model, request.route, request.traits, prompt)
     text = GrowingText(
         request.input_ids,
         real_tokens=prompt.real_tokens,
@@ -205,9 +208,10 @@ def _decode(
         keep_scores=keep_scores,
         keep_logits=keep_logits,
     )
-    with restored_on_error(passed):
+    whole = request.route.by_paths and passed is not None and is_order_bound(passed)
+    with restored_state_on_error(passed) if whole else restored_on_error(passed):
         outputs = _compat.prefill(model, request.input_ids, generation, request.model_kwargs)
-        cache = check_cache(_compat.cache_from_outputs(outputs))
+        cache, carried = cache_of(model, request.route, request.model_kwargs, outputs)
     device = request.input_ids.device
     last_logits = outputs.logits[:, -1].to(device, copy=True)
     states = KeptStates(wanted_states, outputs, cache.layers) if wanted_states else None
@@ -225,10 +229,12 @@ def _decode(
     stats.new_tokens += batch
     stats.prefill_seconds = time.perf_counter() - start
 
-    rows, forward = _target(model, request, cache, prompt, states)
+    rows, forward = make_target(
+        model, request.route, request.traits, request.model_kwargs, cache, carried, prompt, states
+    )
     longest = None if rules.max_length is None else prompt.slots(rules.max_length)
     rows.roots_only = request.route.masked and not within_reach(model.config, longest, alone=guidance is None)
-    last_positions, position_limit = _positions(model, request, cache, prompt)
+    last_positions, position_limit = positions_of(model, request.route, prompt)
     if guidance is not None:
         last_positions = [max(pair) for pair in zip(last_positions, guidance.last_positions, strict=True)]
     runner = RoundRunner(
@@ -237,7 +243,15 @@ def _decode(
         last_positions=last_positions,
         cache=rows,
         draft=draft,
-        policy=SizePolicy(config.limits, fallback=config.fallback, cheap=draft.cheap, in_step=in_step, batch=batch),
+        policy=SizePolicy(
+            config.limits,
+            fallback=config.fallback,
+            cheap=draft.cheap,
+            in_step=in_step,
+            batch=batch,
+            barred=barred,
+            measure=forward.measure,
+        ),
         decider=decider,
         noise=noise,
         stats=stats,
@@ -249,11 +263,12 @@ def _decode(
         batched_choice=device.type != "cpu" and not keep_scores and are_length_free(processors),
         guidance=guidance,
     )
+    wanted = wants_dict or _compat.is_user_defined(cache)
     try:
-        with _compat.decode_context(model):
+        with _compat.decode_context(model), settled(forward, wanted=wanted):
             while not all(text.finished):
                 runner.run()
-            if wants_dict or _compat.is_user_defined(cache):
+            if wanted:
                 runner.fill(max(text.new_lengths))
     finally:
         stats.draft_forward_seconds = getattr(draft, "forward_seconds", 0.0)
@@ -271,31 +286,6 @@ def _decode(
         encoder_decoder=_compat.is_encoder_decoder(model),
     )
     return output
-
-
-def _target(
-    model: PreTrainedModel, request: Request, cache: _compat.Cache, prompt: Prompt, states: KeptStates | None
-) -> tuple[RowCache, TargetForward | PathForward]:
-    """The cache of the rounds and their forward, by the route of the call."""
-    lengths = [_compat.cache_length(cache)] * int(request.input_ids.shape[0])
-    if request.route.by_paths:
-        paths = PathCache(cache, lengths)
-        return paths, PathForward(model, paths, prompt, request.model_kwargs)
-    rows = RowCache(cache, lengths)
-    positions, mask = prompt.last_positions, prompt.mask_BP
-    return rows, TargetForward(model, rows, positions, mask, request.model_kwargs, states, request.route)
-
-
-def _positions(
-    model: PreTrainedModel, request: Request, cache: _compat.Cache, prompt: Prompt
-) -> tuple[list[int], int | None]:
-    """Per row the position of the last prompt token, and the first position that the model cannot read."""
-    batch = int(request.input_ids.shape[0])
-    if not request.route.told_positions:
-        # Padding counts: it takes up slots of the cache.
-        return [_compat.cache_length(cache) - 1] * batch, path_length_limit(model)
-    limit = learned_position_limit(model, _compat.max_positions(model))
-    return prompt.last_positions.reshape(-1, batch).amax(0).tolist(), limit
 
 
 def _noise(config: TreeConfig, vocab: int, device: torch.device, prompts: list[list[int]]) -> GumbelNoise:

@@ -21,12 +21,12 @@ from hf_treespec.attention import learned_position_limit
 from hf_treespec.cache import PathCache
 from hf_treespec.engine.forward import continued_kinds
 from hf_treespec.engine.prompt import Prompt
-from hf_treespec.tree import TokenTree
+from hf_treespec.tree import PATHS, TokenTree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["PathForward", "PathPlan", "path_length_limit", "plan_paths"]
+__all__ = ["PathForward", "PathPlan", "path_length_limit", "plan_paths", "take_rows"]
 
 # Made anew for every forward; the plain names of an encoder-decoder speak of its encoder.
 _OWN_KWARGS = ("cache", "past_key_values", "logits_to_keep", "inputs_embeds")
@@ -102,6 +102,8 @@ class PathForward:
         model_kwargs: the keyword arguments of the call, passed on as plain decoding passes them.
     """
 
+    measure = PATHS
+
     def __init__(
         self, model: PreTrainedModel, cache: PathCache, prompt: Prompt, model_kwargs: Mapping[str, Any]
     ) -> None:
@@ -140,7 +142,7 @@ class PathForward:
         if plan.sources != list(range(len(trees))):
             index = torch.tensor(plan.sources)
             positions = inputs.pop(f"{self._prefix}position_ids", None)
-            inputs = {name: _take_rows(value, index, len(trees)) for name, value in inputs.items()}
+            inputs = {name: take_rows(value, index, len(trees)) for name, value in inputs.items()}
             if positions is not None:
                 inputs[f"{self._prefix}position_ids"] = positions.index_select(-2, index.to(positions.device))
         if _compat.supports_logits_to_keep(self._model):
@@ -151,14 +153,14 @@ class PathForward:
         return plan.logits_of_nodes(outputs.logits)
 
 
-def _take_rows(value: Any, index: Tensor, batch: int) -> Any:
+def take_rows(value: Any, index: Tensor, batch: int) -> Any:
     """Rows `index` of every tensor in an argument that has one row per batch row."""
     if isinstance(value, Tensor):
         whole = value.dim() == 0 or value.shape[0] != batch
         return value if whole else value.index_select(0, index.to(value.device))
     if isinstance(value, dict):
         # The output of an encoder is one.
-        return type(value)(**{name: _take_rows(part, index, batch) for name, part in value.items()})
+        return type(value)(**{name: take_rows(part, index, batch) for name, part in value.items()})
     if isinstance(value, (list, tuple)):
-        return type(value)(_take_rows(part, index, batch) for part in value)
+        return type(value)(take_rows(part, index, batch) for part in value)
     return value

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from hf_treespec.cache import RowCache
+from hf_treespec.cache import CacheTransaction, OrderBoundRows, OrderBoundTransaction, RowCache
 from hf_treespec.control import SizePolicy
 from hf_treespec.draft import Draft
 from hf_treespec.engine.guidance import Guidance
@@ -61,7 +61,7 @@ class RoundRunner:
         *,
         text: GrowingText,
         forward: Forward,
-        cache: RowCache,
+        cache: RowCache | OrderBoundRows,
         draft: Draft,
         policy: SizePolicy,
         decider: Decider,
@@ -128,7 +128,7 @@ class RoundRunner:
         self._stats.plain_rounds += not drafted
         self._stats.fallback_rounds += self._policy.plain
         self._policy.observe(
-            nodes=max(trees[row].drafted for row in active),
+            trees=[trees[row] for row in active],
             seconds=time.perf_counter() - start,
             texts={row: self._text.draft_rows[row].tokens for row in active if not self._text.finished[row]},
         )
@@ -186,7 +186,8 @@ class RoundRunner:
         ahead = [new if row in rows else max(0, new - 1) for row, new in enumerate(self._text.new_lengths)]
         guidance = self._guidance
         with ExitStack() as stack:
-            transaction = stack.enter_context(self._cache.transaction())
+            transaction: CacheTransaction | OrderBoundTransaction = self._cache.transaction()
+            stack.enter_context(transaction)
             if guidance is not None:
                 stack.enter_context(guidance.transaction())
             start = time.perf_counter()
@@ -214,7 +215,7 @@ class RoundRunner:
                 choices=choices,
             )
             slots = self._forward.slots(paths)
-            if self._states is not None:
+            if self._states is not None and isinstance(self._cache, RowCache):
                 self._states.keep(slots, self._cache)
             verified = time.perf_counter()
             transaction.commit(slots)

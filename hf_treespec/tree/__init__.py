@@ -4,13 +4,17 @@ from hf_treespec.tree.align import align_trees
 from hf_treespec.tree.codec import shape_from_json, shape_to_json, tree_from_json, tree_to_json
 from hf_treespec.tree.growth import GROWTH_POLICIES, Candidate, Expander, grow
 from hf_treespec.tree.layout import TreeLayout, layout_trees, pack_bits, unpack_words
+from hf_treespec.tree.measure import NODES, PATHS, Measure
 from hf_treespec.tree.shapes import best_first_shape, rank_acceptance
 from hf_treespec.tree.topology import TokenTree, TreeBuilder, TreeLimits
 
 __all__ = [
     "GROWTH_POLICIES",
+    "NODES",
+    "PATHS",
     "Candidate",
     "Expander",
+    "Measure",
     "TokenTree",
     "TreeBuilder",
     "TreeLayout",

@@ -122,9 +122,13 @@ class TokenTree:
 
     def best(self, count: int) -> TokenTree:
         """The tree of the `count` most promising drafted nodes."""
-        if count >= self.drafted:
+        return self.part(self.by_rank()[:count])
+
+    def part(self, nodes: Sequence[int]) -> TokenTree:
+        """The tree of the root and some drafted nodes, each with all of its ancestors."""
+        if len(nodes) == self.drafted:
             return self
-        kept = [0, *sorted(self.by_rank()[:count])]
+        kept = [0, *sorted(nodes)]
         place = {node: i for i, node in enumerate(kept)}
         return TokenTree(
             tuple(self.tokens[node] for node in kept),

@@ -70,7 +70,7 @@ class World:
             seconds = self.cost(tree.drafted)
             self.seconds += seconds
             self.position += 1 + min(self.right(start), tree.drafted)
-            policy.observe(nodes=tree.drafted, seconds=seconds, texts={0: range(self.position + 1)})
+            policy.observe(trees=[tree], seconds=seconds, texts={0: range(self.position + 1)})
         return self
 
     @property
@@ -223,6 +223,6 @@ def test_rows_in_step_advance_by_the_shortest_of_them() -> None:
             gained = [1, 1 if in_step else 1 + scored[1].drafted]
             for text, count in zip(texts, gained, strict=True):
                 text.extend(range(text[-1] + 1, text[-1] + 1 + count))
-            chooser.observe(nodes=scored[0].drafted, seconds=steep(scored[0].drafted), texts=dict(enumerate(texts)))
+            chooser.observe(trees=scored[:1], seconds=steep(scored[0].drafted), texts=dict(enumerate(texts)))
         drafted[in_step] = sizes[20:]
     assert set(drafted[True]) == {0} and set(drafted[False]) == {3}

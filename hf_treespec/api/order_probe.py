@@ -1,0 +1,226 @@
+"""The proof of the path batch on state that depends on the order of the tokens, on the user's own model.
+
+Nothing is known of such a model beforehand: not where its state lies, nor whether it goes on right when it is given
+several tokens behind a cached prefix, nor what padding does to that. So two rounds and a step after them are compared
+with plain decoding of the same tokens one by one: for one row, for a batch with padding, or else with roots alone.
+
+Shapes: B rows, P prompt tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_treespec import _compat
+from hf_treespec.api.probe import RIGHT_NODES, Sample, compare, evaluation
+from hf_treespec.cache import tensor_places
+from hf_treespec.engine import OrderedForward, Prompt, cache_of, make_target, state_kwargs
+from hf_treespec.routes import PathTraits, Route
+from hf_treespec.tree import TokenTree
+
+__all__ = ["Finding", "probe_order"]
+
+_EXCUSE = "its state does not go on right behind the tokens of a path"
+
+
+class Finding(NamedTuple):
+    """What the probe found.
+
+    Attributes:
+        route: how trees enter the model; `Route.REFUSE` if not even plain steps could be repeated.
+        reason: what the answer rests on, or why it is no.
+        traits: for the engine.
+        final: whether another try could not end otherwise.
+    """
+
+    route: Route
+    reason: str
+    traits: PathTraits
+    final: bool
+
+
+def probe_order(model: PreTrainedModel) -> Finding:
+    """Compare rounds on the model's own state with plain decoding of the same tokens one by one."""
+    with _unchanged_modules(model):
+        try:
+            with evaluation(model):
+                traits, own = _own_state(model)
+        except _TROUBLE as error:
+            reason = f"the probe forward raised {type(error).__name__}: {error}"
+            return Finding(Route.REFUSE, reason, PathTraits(), final=False)
+        route = Route.OWN_STATE if own else Route.PATHS
+        off, final = _compared(model, route, traits, batch=1)
+        if off is None:
+            padded, sure = _compared(model, route, traits, batch=2)
+            return Finding(
+                route,
+                _REASON[padded is None] + (f" ({padded})" if padded else ""),
+                replace(traits, alone=padded is not None),
+                final=sure,
+            )
+        steps, sure = _compared(model, Route.STEPS, traits, batch=2)
+        if steps is not None:
+            return Finding(Route.REFUSE, f"{off}; and one by one, {steps}", traits, final=final and sure)
+        reason = f"several tokens behind its cache are not read as one by one, so calls are decoded plainly: {off}"
+        return Finding(Route.STEPS, reason, traits, final=final)
+
+
+_TROUBLE = (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, KeyError, IndexError)
+_REASON = {
+    True: "two rounds on its state, kept and repeated per path, equal plain steps, alone and in a padded batch",
+    False: "two rounds on its state, kept and repeated per path, equal plain steps; calls of several rows or with "
+    "padding are decoded plainly, because there they do not",
+}
+
+
+def _compared(model: PreTrainedModel, route: Route, traits: PathTraits, *, batch: int) -> tuple[str | None, bool]:
+    """See `compare`; for `Route.STEPS` the trees are roots."""
+    steps = route is Route.STEPS
+
+    def rounds(sample: Sample) -> Tensor:
+        runs = [None] if steps else [False, True]
+        return torch.cat([_rounds(model, sample, route, traits, batch, alone) for alone in runs])
+
+    def plain(sample: Sample, path: tuple[int, ...]) -> Tensor:
+        logits = _plain(model, sample, (*path, *_rest(sample)), batch)
+        return logits if steps else torch.cat([logits, logits])
+
+    return compare(model, rounds, plain, _EXCUSE)
+
+
+def _rest(sample: Sample) -> tuple[int, int, int]:
+    """What is read behind the path of the first round: a chain that is accepted whole, then a root."""
+    return sample.next, sample.prompt[-1], sample.prompt[0]
+
+
+def _prompt(model: PreTrainedModel, sample: Sample, batch: int) -> tuple[Tensor, Tensor | None]:
+    """int64 `[B, P]` and its mask; about half of the first of several rows is padding.
+
+    The prompt is so long that what a model forgets or takes together has begun to be forgotten or taken together. Its
+    own kinds of layers may do so by the hundred.
+    """
+    layers = getattr(_compat.make_cache(model.config), "layers", [])
+    repeats = 28 if any(_compat.is_foreign(layer) for layer in layers) else 4
+    ids = torch.tensor([sample.prompt * repeats] * batch, device=model.device)
+    if batch == 1:
+        return ids, None
+    mask = torch.ones_like(ids)
+    mask[0, : ids.shape[1] // 2 - 1] = 0
+    return ids, mask
+
+
+def _plain(model: PreTrainedModel, sample: Sample, tokens: Sequence[int], batch: int) -> Tensor:
+    """Logits `[4 B, V]` behind the path and behind each of the rest."""
+    ids, mask = _prompt(model, sample, batch)
+    kwargs = _compat.start_kwargs(model, ids, mask)
+    outputs = _compat.prefill(model, ids, _compat.default_config(), kwargs)
+    logits = []
+    for token in tokens:
+        ids = torch.cat([ids, ids.new_full((batch, 1), token)], dim=1)
+        outputs, kwargs = _compat.plain_step(model, outputs, ids, kwargs)
+        logits.append(outputs.logits[:, -1].double())
+    return torch.cat(logits[len(tokens) - 1 - len(_rest(sample)) :])
+
+
+def _rounds(
+    model: PreTrainedModel, sample: Sample, route: Route, traits: PathTraits, batch: int, alone: bool | None
+) -> Tensor:
+    """The same by rounds."""
+    ids, mask = _prompt(model, sample, batch)
+    kwargs = _compat.start_kwargs(model, ids, mask)
+    cache, carried = cache_of(model, route, kwargs, _compat.prefill(model, ids, _compat.default_config(), kwargs))
+    real = [ids.shape[1]] * batch if mask is None else mask.sum(-1).tolist()
+    prompt = Prompt(
+        mask_BP=mask,
+        ids_width=ids.shape[1],
+        physical=ids.shape[1],
+        last_positions=torch.tensor([[count - 1] for count in real], device=ids.device),
+        real_tokens=real,
+        known_tokens=ids.tolist(),
+    )
+    rows, forward = make_target(model, route, traits, kwargs, cache, carried, prompt)
+    if isinstance(forward, OrderedForward):
+        forward.alone = alone
+    chain = TokenTree.chain(_rest(sample)[:2])
+    if route is Route.STEPS:
+        roots = [TokenTree.root_only(token) for token in (*sample.right, *_rest(sample))]
+        steps: list[tuple[TokenTree, Sequence[int]]] = [(root, (0,)) for root in roots]
+    else:
+        steps = [(sample.tree, RIGHT_NODES), (chain, (0, 1)), (TokenTree.root_only(_rest(sample)[2]), (0,))]
+    logits, ahead = [], 1
+    for tree, accepted in steps:
+        with rows.transaction() as transaction:
+            at_nodes = forward([tree] * batch, [ahead] * batch)
+            transaction.commit([accepted] * batch)
+        ahead += len(accepted)
+        logits += [at_nodes[:, node].double() for node in (accepted if tree is not sample.tree else accepted[-1:])]
+    return torch.cat(logits[-1 - len(_rest(sample)) :])
+
+
+def _own_state(model: PreTrainedModel) -> tuple[PathTraits, bool]:
+    """Where the state lies, and whether any of it lies outside of a transformers cache.
+
+    Read off by comparing forwards of one row and of two. Of what a decoding forward changes in the modules only
+    tensors that have one row per batch row count: tables that are made anew as the text grows do not.
+    """
+    changed, shapes = [], []
+    carried: dict[str, Any] = {}
+    for batch in (1, 2):
+        ids, mask = _prompt(model, Sample(0), batch)
+        with torch.no_grad():
+            kwargs = _compat.start_kwargs(model, ids, mask)
+            outputs = _compat.prefill(model, ids, _compat.default_config(), kwargs)
+            before = dict(_tensors(model))
+            versions = {name: tensor._version for name, tensor in before.items()}
+            outputs, kwargs = _compat.plain_step(model, outputs, torch.cat([ids, ids[:, :1]], dim=1), kwargs)
+        carried = {**state_kwargs(model, kwargs), **_compat.carried_state(model, outputs)}
+        shapes.append([(place, tensor.shape) for place, tensor in tensor_places(carried)])
+        changed.append(
+            {
+                name
+                for name, tensor in _tensors(model)
+                if (tensor is not before.get(name) or tensor._version != versions[name])
+                and tensor.shape[:1] == (batch,)
+            }
+        )
+    axes = {}
+    for (place, one), (_, two) in zip(*shapes, strict=True):
+        differ = [axis for axis, sizes in enumerate(zip(one, two, strict=True)) if sizes == (1, 2)]
+        if differ != [0] and one:
+            axes[place] = differ[0] if differ else None
+    found = changed[0] & changed[1]
+    inside = bool(carried) and all(isinstance(value, _compat.Cache) for value in carried.values())
+    return PathTraits(tuple(sorted(found)), tuple(sorted(axes.items()))), bool(found) or not inside
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    """Buffers and plain attributes of all modules that are tensors, by module name and attribute."""
+    for path, module in model.named_modules():
+        for name, value in (*module._buffers.items(), *module.__dict__.items()):
+            if isinstance(value, Tensor):
+                yield (path, name), value
+
+
+@contextmanager
+def _unchanged_modules(model: nn.Module) -> Iterator[None]:
+    """Give all modules their buffers and plain attributes back, with what they held."""
+    saved = [(module, dict(module.__dict__), dict(module._buffers)) for module in model.modules()]
+    contents = {id(tensor): (tensor, tensor.clone(), tensor._version) for _, tensor in _tensors(model)}
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in saved:
+            for name, value in attributes.items():
+                if module.__dict__.get(name) is not value:
+                    module.__dict__[name] = value
+            module._buffers.update(buffers)
+        for tensor, content, version in contents.values():
+            if tensor._version != version:
+                tensor.copy_(content)

@@ -1,0 +1,200 @@
+"""The target forward of a round for models whose state depends on the order of the tokens.
+
+Such a state is recurrent, convolutional, compressed, or of a kind that nobody named. Every root-to-leaf path is a
+batch row, as in `engine.paths`, but what a rejected node did to the state cannot be taken back. So the state itself is
+kept, repeated and given back, and accepted tokens that it lost are read again in front of the next root
+(`cache.order_bound`), or once for all paths in a forward before, where that is sooner.
+
+Shapes: B rows, N nodes with the root, P paths of all rows, T tokens of the longest path, Q tokens of a forward, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hf_treespec import _compat
+from hf_treespec.cache import OrderBoundRows, Read
+from hf_treespec.engine.forward import continued_kinds
+from hf_treespec.engine.paths import plan_paths, take_rows
+from hf_treespec.engine.prompt import Prompt
+from hf_treespec.routes import PathTraits, Route
+from hf_treespec.tree import PATHS, TokenTree
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["OrderedForward", "only_plain", "settled"]
+
+# Made anew for every forward.
+_OWN_KWARGS = ("attention_mask", "position_ids", "cache", "past_key_values", "logits_to_keep", "inputs_embeds")
+# Reading so many tokens again is never cheap, whatever the times say: on a GPU they are those of the launches only.
+_LONGEST_PENDING = 16
+
+
+class OrderedForward:
+    """Scores every node of one tree per row.
+
+    Args:
+        model: the target.
+        rows: its state; each forward is made in an open transaction of it.
+        prompt: padding and positions of the prompt.
+        model_kwargs: the keyword arguments of the call, passed on as plain decoding passes them.
+    """
+
+    measure = PATHS
+
+    def __init__(
+        self, model: PreTrainedModel, rows: OrderBoundRows, prompt: Prompt, model_kwargs: Mapping[str, Any]
+    ) -> None:
+        self._model = model
+        self._rows = rows
+        self._prompt = prompt
+        own = {*_OWN_KWARGS, *rows.carried}
+        self._kwargs = {key: value for key, value in model_kwargs.items() if key not in own}
+        positions = model_kwargs.get("position_ids")
+        self._tells_positions = positions is not None
+        # As in plain decoding, which a state may hold them from.
+        self._one_for_all = positions is not None and positions.shape[-2] == 1 < len(rows.lengths)
+        self._times = _Times()
+        # Whether pending tokens are read once, in a forward of their own; None to go by cost.
+        self.alone: bool | None = None
+
+    def __call__(self, trees: Sequence[TokenTree], ahead: Sequence[int]) -> Tensor:
+        """Logits `[B, N, V]` of all nodes.
+
+        Args:
+            trees: one per row.
+            ahead: unused: rows are in step, and the state knows how far they are.
+        """
+        rows, plan = self._rows, plan_paths(trees)
+        transaction = rows.current
+        width = plan.tokens_PT.shape[1]
+        alone = self.alone
+        if alone is None:
+            # Read by every path again now, and once more in the next round.
+            rereads = len(plan.sources) * rows.ahead
+            alone = rows.ahead >= _LONGEST_PENDING or self._times.worth_a_forward(rereads)
+        if alone and width > 1:
+            self.settle()
+        transaction.spread(Read([tree.tokens for tree in trees], plan.home, plan.sources, width))
+        pending_BN = torch.tensor(rows.pending, dtype=torch.long).reshape(len(trees), rows.ahead)
+        tokens = torch.cat([pending_BN[plan.sources], plan.tokens_PT], dim=1)
+        logits_PQV = self._read(tokens, plan.sources)
+        return plan.logits_of_nodes(logits_PQV[:, -width:])
+
+    def slots(self, paths: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """What the state commits for the nodes of the paths: themselves."""
+        return paths
+
+    def settle(self) -> None:
+        """Read what is still pending, so that the state is that of plain decoding."""
+        rows = self._rows
+        if rows.ahead:
+            with rows.reading_pending():
+                self._read(torch.tensor(rows.pending), range(len(rows.pending)))
+
+    def _read(self, tokens_PQ: Tensor, sources: Sequence[int]) -> Tensor:
+        """Logits `[P, Q, V]` of one forward.
+
+        Args:
+            tokens_PQ: int64, the pending tokens first.
+            sources: per row of the forward its batch row.
+        """
+        start = time.perf_counter()
+        rows = self._rows
+        device = _compat.input_device(self._model, self._prompt.last_positions.device)
+        width, batch = tokens_PQ.shape[1], len(rows.lengths)
+        inputs = continued_kinds(self._kwargs, width)
+        inputs["attention_mask"] = rows.mask(width, self._prompt.mask_BP, device)
+        positions = None
+        if self._tells_positions:
+            read = rows.lengths[0] - rows.ahead - self._prompt.physical
+            first = self._prompt.last_positions.to(device) + read + 1
+            positions = first + torch.arange(width, device=device)
+        if list(sources) != list(range(batch)):
+            index = torch.tensor(list(sources))
+            inputs = {name: take_rows(value, index, batch) for name, value in inputs.items()}
+            if positions is not None:
+                positions = positions.index_select(-2, index.to(positions.device))
+        if positions is not None:
+            inputs["position_ids"] = positions[..., :1, :] if self._one_for_all else positions
+        prepared = _compat.prepare_inputs(self._model, tokens_PQ.to(device), **inputs, **rows.carried)
+        if _compat.supports_logits_to_keep(self._model):
+            # Some models put a number of their own here while they prepare.
+            prepared["logits_to_keep"] = 0
+        outputs = self._model(**prepared, return_dict=True)
+        rows.carried.update(_compat.carried_state(self._model, outputs))
+        logits: Tensor = outputs.logits
+        self._times.add(tokens_PQ.numel(), time.perf_counter() - start)
+        return logits
+
+
+@contextmanager
+def settled(forward: Any, *, wanted: bool) -> Iterator[None]:
+    """Rounds, after which the state is that of plain decoding, if anyone will see it.
+
+    Args:
+        forward: that of the rounds.
+        wanted: whether the state outlives the call.
+    """
+    wanted = wanted and isinstance(forward, OrderedForward)
+    try:
+        yield
+    except BaseException as error:
+        if wanted:
+            try:
+                forward.settle()
+            except Exception as again:
+                error.add_note(f"the cache lacks tokens that had been accepted: reading them raised {again!r}")
+        raise
+    if wanted:
+        forward.settle()
+
+
+def only_plain(model: PreTrainedModel, route: Route, traits: PathTraits, prompt: Prompt) -> bool:
+    """Whether no tree can serve a call, which is then decoded plainly; it is told once."""
+    if route is Route.STEPS:
+        _compat.warn_once(
+            f"{type(model).__name__} reads one token a forward behind its cache: no tree could be sooner than plain "
+            "decoding, which is what this call gets"
+        )
+        return True
+    if traits.alone and (len(prompt.real_tokens) > 1 or prompt.mask_BP is not None):
+        _compat.warn_once(
+            f"{type(model).__name__} reads several tokens behind its cache otherwise than one by one where there are "
+            "several rows, or padding: such calls are decoded plainly. Pass single prompts without padding for trees"
+        )
+        return True
+    return False
+
+
+class _Times:
+    """A line through the seconds of the latest forwards by the tokens that they read."""
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * 5
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Take in one forward."""
+        sample = (1.0, tokens, tokens * tokens, seconds, tokens * seconds)
+        self._sums = [_DECAY * past + new for past, new in zip(self._sums, sample, strict=True)]
+
+    def worth_a_forward(self, tokens: int) -> bool:
+        """Whether that many tokens take longer than one more forward does besides its tokens."""
+        n, x, xx, y, xy = self._sums
+        spread = n * xx - x * x
+        if spread <= n * n:
+            return False
+        slope = (n * xy - x * y) / spread
+        fixed = (y - slope * x) / n
+        return slope * tokens > max(fixed, 0.0)
+
+
+_DECAY = 0.9
