@@ -25,7 +25,7 @@ from hf_treespec.engine import OrderedForward, Prompt, cache_of, make_target, st
 from hf_treespec.routes import PathTraits, Route
 from hf_treespec.tree import TokenTree
 
-__all__ = ["Finding", "probe_order"]
+__all__ = ["Finding", "probe_order", "without_baseline"]
 
 _EXCUSE = "its state does not go on right behind the tokens of a path"
 
@@ -72,6 +72,40 @@ def probe_order(model: PreTrainedModel) -> Finding:
         return Finding(Route.STEPS, reason, traits, final=final)
 
 
+@torch.no_grad()
+def without_baseline(model: PreTrainedModel) -> str | None:
+    """Why there is no plain decoding behind a cache that a tree could be equal to; None if there is one."""
+    if _compat.is_encoder_decoder(model):
+        return None
+    sample = Sample(0)
+    ids = torch.tensor([(*sample.prompt, *sample.right)], device=model.device)
+    try:
+        with evaluation(model), _unchanged_modules(model):
+            steps, _ = _plain(model, sample, sample.right, PathTraits(), 1)
+            whole = torch.cat([_prompt(model, sample, 1)[0], ids[:, -len(sample.right) :]], dim=1)
+            inputs = _compat.prepare_inputs(model, whole, use_cache=False)
+            inputs.pop("logits_to_keep", None)
+            at_once = model(**inputs, return_dict=True).logits[0, -len(sample.right) :].double()
+    except torch.OutOfMemoryError:
+        raise
+    except _TROUBLE as error:
+        return f"plain decoding behind its cache raises {type(error).__name__}: {error}"
+    size, off = float(at_once.abs().max()), float((steps - at_once).abs().max())
+    if off <= _BASELINE_TOLERANCE * size:
+        return None
+    return (
+        f"plain decoding behind its cache does not give the logits of the whole text: they are off by {off:.3g} where "
+        f"the largest is {size:.3g}, so that there is nothing right that trees could be equal to"
+    )
+
+
+# Share of the largest logit from which a cache is no help but a fault.
+_BASELINE_TOLERANCE = 0.2
+# The tensors of a state, by a name each.
+_State = dict[str, Tensor]
+# Share of the largest value of a tensor by which rounding may change it, by the dtype of the weights.
+_STATE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
+_LOW_PRECISION_TOLERANCE = 0.1
 _TROUBLE = (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, KeyError, IndexError)
 _REASON = {
     True: "two rounds on its state, kept and repeated per path, equal plain steps, alone and in a padded batch",
@@ -81,18 +115,49 @@ _REASON = {
 
 
 def _compared(model: PreTrainedModel, route: Route, traits: PathTraits, *, batch: int) -> tuple[str | None, bool]:
-    """See `compare`; for `Route.STEPS` the trees are roots."""
+    """See `compare`; for `Route.STEPS` the trees are roots.
+
+    The states are compared as well: logits may hardly tell that what lies further back was forgotten.
+    """
     steps = route is Route.STEPS
+    ours: list[_State] = []
+    theirs: _State = {}
 
     def rounds(sample: Sample) -> Tensor:
-        runs = [None] if steps else [False, True]
-        return torch.cat([_rounds(model, sample, route, traits, batch, alone) for alone in runs])
+        runs = [_rounds(model, sample, route, traits, batch, alone) for alone in ([None] if steps else [False, True])]
+        ours[:] = [state for _, state in runs]
+        return torch.cat([logits for logits, _ in runs])
 
     def plain(sample: Sample, path: tuple[int, ...]) -> Tensor:
-        logits = _plain(model, sample, (*path, *_rest(sample)), batch)
+        logits, state = _plain(model, sample, (*path, *_rest(sample)), traits, batch)
+        if path == sample.right:
+            theirs.update(state)
         return logits if steps else torch.cat([logits, logits])
 
-    return compare(model, rounds, plain, _EXCUSE)
+    error, final = compare(model, rounds, plain, _EXCUSE)
+    if error is None:
+        error = next((reason for state in ours if (reason := _differing(model, theirs, state))), None)
+    return error, final
+
+
+def _differing(model: PreTrainedModel, wanted: _State, found: _State) -> str | None:
+    """Where two states are further apart than rounding explains, or None."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    allowed = _STATE_TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE)
+    if wanted.keys() != found.keys():
+        return "in a probe its state had other parts after a path than after plain steps"
+    for place, one in wanted.items():
+        two = found[place]
+        if one.shape != two.shape:
+            return f"in a probe {place} of its state had another shape after a path than after plain steps: {_EXCUSE}"
+        if one.numel() and one.is_floating_point():
+            size, off = float(one.abs().max()), float((one.double() - two.double()).abs().max())
+            if not off <= allowed * size:
+                return (
+                    f"in a probe {place} of its state was off by {off:.3g} after a path, where {allowed * size:.3g} "
+                    f"is allowed: {_EXCUSE}"
+                )
+    return None
 
 
 def _rest(sample: Sample) -> tuple[int, int, int]:
@@ -116,8 +181,17 @@ def _prompt(model: PreTrainedModel, sample: Sample, batch: int) -> tuple[Tensor,
     return ids, mask
 
 
-def _plain(model: PreTrainedModel, sample: Sample, tokens: Sequence[int], batch: int) -> Tensor:
-    """Logits `[4 B, V]` behind the path and behind each of the rest."""
+def _state(model: PreTrainedModel, carried: dict[str, Any], traits: PathTraits) -> _State:
+    """Copies: modules are used again."""
+    own = [(f"{path}.{name}", getattr(model.get_submodule(path), name)) for path, name in traits.attributes]
+    every = enumerate([*tensor_places(carried), *((name, value) for name, value in own if value is not None)])
+    return {f"{place} ({number})": tensor.clone() for number, (place, tensor) in every}
+
+
+def _plain(
+    model: PreTrainedModel, sample: Sample, tokens: Sequence[int], traits: PathTraits, batch: int
+) -> tuple[Tensor, _State]:
+    """Logits `[4 B, V]` behind the path and behind each of the rest, and the state after them."""
     ids, mask = _prompt(model, sample, batch)
     kwargs = _compat.start_kwargs(model, ids, mask)
     outputs = _compat.prefill(model, ids, _compat.default_config(), kwargs)
@@ -126,12 +200,13 @@ def _plain(model: PreTrainedModel, sample: Sample, tokens: Sequence[int], batch:
         ids = torch.cat([ids, ids.new_full((batch, 1), token)], dim=1)
         outputs, kwargs = _compat.plain_step(model, outputs, ids, kwargs)
         logits.append(outputs.logits[:, -1].double())
-    return torch.cat(logits[len(tokens) - 1 - len(_rest(sample)) :])
+    carried = {**state_kwargs(model, kwargs), **_compat.carried_state(model, outputs)}
+    return torch.cat(logits[-1 - len(_rest(sample)) :]), _state(model, carried, traits)
 
 
 def _rounds(
     model: PreTrainedModel, sample: Sample, route: Route, traits: PathTraits, batch: int, alone: bool | None
-) -> Tensor:
+) -> tuple[Tensor, _State]:
     """The same by rounds."""
     ids, mask = _prompt(model, sample, batch)
     kwargs = _compat.start_kwargs(model, ids, mask)
@@ -161,7 +236,7 @@ def _rounds(
             transaction.commit([accepted] * batch)
         ahead += len(accepted)
         logits += [at_nodes[:, node].double() for node in (accepted if tree is not sample.tree else accepted[-1:])]
-    return torch.cat(logits[-1 - len(_rest(sample)) :])
+    return torch.cat(logits[-1 - len(_rest(sample)) :]), _state(model, carried, traits)
 
 
 def _own_state(model: PreTrainedModel) -> tuple[PathTraits, bool]:

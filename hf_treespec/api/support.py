@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_treespec import _compat
-from hf_treespec.api.order_probe import probe_order
+from hf_treespec.api.order_probe import probe_order, without_baseline
 from hf_treespec.api.probe import find_position_modules, probe_masks, probe_paths
 from hf_treespec.attention import has_bias_functions, own_structure
 from hf_treespec.cache import is_named, is_order_bound, layer_kind
@@ -158,8 +158,9 @@ def _probed(model: PreTrainedModel) -> tuple[Support, bool]:
         if found.route is not Route.REFUSE:
             return Support(True, found.route, found.reason + why), final
         reasons.append(found.reason)
-    sure = True
-    return _refuse("; and path by path, ".join(dict.fromkeys(reasons))), final and sure
+    said = "; and path by path, ".join(dict.fromkeys(reasons))
+    fault = without_baseline(model)
+    return _refuse(f"{fault}; {said}" if fault else said), final
 
 
 def _masked_routes(model: PreTrainedModel) -> Iterator[tuple[Route, tuple[str, ...]]]:
