@@ -75,13 +75,14 @@ def chatless_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def mamba_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from transformers import MambaConfig, MambaForCausalLM
+def cacheless_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that cannot take a tree: it has no cache, and its decoding with one sees the last token alone."""
+    from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
 
-    folder = tmp_path_factory.mktemp("mamba")
+    folder = tmp_path_factory.mktemp("cacheless")
     with torch.random.fork_rng(devices=[]):
-        config = MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, state_size=4)
-        MambaForCausalLM(config).save_pretrained(folder)
+        config = OpenAIGPTConfig(vocab_size=64, n_embd=16, n_layer=2, n_head=2, initializer_range=0.5)
+        OpenAIGPTLMHeadModel(config).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return str(folder)
 

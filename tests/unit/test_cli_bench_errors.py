@@ -41,7 +41,7 @@ def test_errors_before_anything_is_measured(
     treespec: Run,
     one_error: Check,
     chatless_folder: str,
-    mamba_folder: str,
+    cacheless_folder: str,
     llama_folder: str,
     sets: list[str],
     tmp_path: Path,
@@ -61,10 +61,12 @@ def test_errors_before_anything_is_measured(
     )
     one_error(treespec("bench", chatless_folder, *QUICK, *sets), "--set chat: ", "no chat template; pass --raw")
     one_error(
-        treespec("bench", llama_folder, *QUICK, *sets, "--draft-model", mamba_folder), "--draft-model: ", "recurrent"
+        treespec("bench", llama_folder, *QUICK, *sets, "--draft-model", cacheless_folder),
+        "--draft-model: ",
+        "behind its cache",
     )
-    refused = treespec("bench", mamba_folder, *QUICK, *sets)
-    assert (refused.exit_code, refused.stdout) == (1, "") and "recurrent" in refused.stderr
+    refused = treespec("bench", cacheless_folder, *QUICK, *sets)
+    assert (refused.exit_code, refused.stdout) == (1, "") and "behind its cache" in refused.stderr
 
 
 def test_plot_without_matplotlib(

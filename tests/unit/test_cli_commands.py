@@ -214,7 +214,7 @@ def test_generate_errors_about_files(treespec: Run, one_error: Check, llama_fold
 
 
 def test_generate_errors_about_models(
-    treespec: Run, one_error: Check, chatless_folder: str, mamba_folder: str, llama_folder: str, tmp_path: Path
+    treespec: Run, one_error: Check, chatless_folder: str, cacheless_folder: str, llama_folder: str, tmp_path: Path
 ) -> None:
     common = ("--prompt", PROMPT)
     one_error(treespec("generate", "/none", *common), "MODEL: /none: no such file or folder")
@@ -223,9 +223,9 @@ def test_generate_errors_about_models(
     one_error(
         treespec("generate", llama_folder, "--attn", "psychic", *common), "MODEL: ", "cannot be loaded", "psychic"
     )
-    refused = treespec("generate", mamba_folder, *common)
+    refused = treespec("generate", cacheless_folder, *common)
     assert (refused.exit_code, refused.stdout) == (1, "")
-    assert "cannot take a tree: its state is recurrent" in refused.stderr
+    assert "cannot take a tree: plain decoding behind its cache" in refused.stderr
     assert "Traceback" not in refused.stderr
 
 

@@ -64,10 +64,10 @@ def test_doctor_reads_a_config_without_weights(treespec: Run, tmp_path: Path) ->
     assert (code, facts["cache_layers"]) == (0, {"DynamicSlidingWindowLayer": 3})
 
 
-def test_doctor_refuses_recurrent_models(treespec: Run, mamba_folder: str) -> None:
-    code, facts = doctor(treespec, mamba_folder)
+def test_doctor_refuses_models_without_a_cache(treespec: Run, cacheless_folder: str) -> None:
+    code, facts = doctor(treespec, cacheless_folder)
     assert (code, facts["ok"], facts["route"]) == (1, False, "refuse")
-    assert "its state is recurrent" in facts["reason"]
+    assert "plain decoding behind its cache" in facts["reason"]
 
 
 def test_doctor_answers_for_an_encoder_decoder(treespec: Run, tmp_path: Path) -> None:
@@ -113,8 +113,8 @@ def test_doctor_refuses_what_is_no_language_model(treespec: Run, tmp_path: Path)
     assert facts["reason"] == "transformers has no language model for ViTConfig"
 
 
-def test_doctor_table(treespec: Run, llama_folder: str, mamba_folder: str) -> None:
-    good, bad = treespec("doctor", llama_folder), treespec("doctor", mamba_folder)
+def test_doctor_table(treespec: Run, llama_folder: str, cacheless_folder: str) -> None:
+    good, bad = treespec("doctor", llama_folder), treespec("doctor", cacheless_folder)
     lines = dict(line.split(None, 1) for line in good.stdout.splitlines())
     assert (lines["ok"], lines["cache_layers"], lines["learned_positions"]) == ("yes", "2 x DynamicLayer", "none")
     assert (good.exit_code, bad.exit_code) == (0, 1)

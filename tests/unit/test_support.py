@@ -160,17 +160,24 @@ def test_models_that_count_by_cache_slots(name: str) -> None:
     assert is_supported(make()) == Support(True, route, f"a probe tree equals its paths with {how}")
 
 
+def test_a_model_that_brings_its_own_cache_is_read_path_by_path() -> None:
+    support = is_supported(llama(CachelessLlama))
+    assert (support.ok, support.route) == (True, "paths") and "two rounds on its state" in support.reason
+
+
+def test_a_model_that_reads_one_token_a_forward_is_told_from_one_that_reads_more() -> None:
+    # Its logits hardly hang on the state; that this is forgotten shows in the state alone.
+    model = MambaForCausalLM(MambaConfig(vocab_size=37, hidden_size=8, state_size=2, num_hidden_layers=1))
+    support = is_supported(model)
+    assert (support.ok, support.route) == (True, "token-by-token") and "of its state was off" in support.reason
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no model": (lambda: nn.Linear(2, 2), "Linear is no transformers PreTrainedModel"),
     "none": (lambda: None, "NoneType is no transformers PreTrainedModel"),
     "no head": (lambda: LlamaModel(LlamaConfig(**SIZES)), "the model cannot generate"),
-    "recurrent": (
-        lambda: MambaForCausalLM(MambaConfig(vocab_size=37, hidden_size=8, state_size=2, num_hidden_layers=1)),
-        "recurrent",
-    ),
     "own loop": (lambda: llama(LoopingLlama), "decoding loop of its own"),
-    "own cache": (lambda: llama(CachelessLlama), "does not use a DynamicCache"),
-    "mixed layers": (with_recurrent_layer, "layers of class LinearAttentionLayer, which cannot drop rejected nodes"),
+    "mixed layers": (with_recurrent_layer, "'LinearAttentionLayer' object has no attribute 'update'"),
     "mixed rows": (
         lambda: llama(MixingLlama),
         "it does not read the paths of a tree as batch rows alike",

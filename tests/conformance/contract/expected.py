@@ -8,7 +8,6 @@ OUT_OF_SCOPE: dict[str, str] = {
     "num_beams=3, do_sample=True": "beams keep several sequences a row",
     "cache_implementation='paged'": "continuous batching has a loop of its own",
     "custom_generate=callable": "the callable is the decoding loop",
-    "a recurrent model (Mamba)": "its state cannot drop rejected nodes",
     "a class with a decoding loop of its own": "the tree would bypass that loop",
     "TreeConfig(on_stateful_processor='error')": "as asked",
     "prompt_lookup_num_tokens beside it": "one speculation at a time",
@@ -18,7 +17,6 @@ OUT_OF_SCOPE: dict[str, str] = {
     "an encoder-decoder as assistant (T5)": "a draft must take a tree mask",
     "use_cache=False": "a tree needs the cache",
     "cache_implementation='static', sliding windows": "a static window overwrites what a rejected node needs",
-    "convolution layers beside attention (LFM2)": "their state cannot drop rejected nodes",
 }
 
 # Items of the contract that need what this machine lacks, or that have no observable of their own.

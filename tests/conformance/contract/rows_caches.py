@@ -233,6 +233,6 @@ ROWS = section(
     ),
     ("cache_implementation='dynamic'", of_kind("dynamic")),
     ("EncoderDecoderCache (T5)", crossed),
-    ("convolution layers beside attention (LFM2)", hybrid, "their state cannot drop rejected nodes"),
+    ("convolution layers beside attention (LFM2)", hybrid),
     ("compile_config without a cache that can be compiled", compile_settings),
 )

@@ -229,7 +229,7 @@ ROWS = section(
     ("cache_implementation='paged'", paged),
     Row("1.1", "custom_generate=callable", custom_generate, "the callable replaces the loop", also="0.2"),
     ("a model whose _supported_generation_modes lack the mode", supported_modes),
-    ("a recurrent model (Mamba)", recurrent, "its state cannot drop rejected nodes"),
+    ("a recurrent model (Mamba)", recurrent),
     ("batch of 3, left-padded", text(batch=3)),
     Row("1.1", "num_return_sequences=4", text(do_sample=True, num_return_sequences=4), sampled=True),
     ("a class that overrides generate() and calls super", subclass(ThroughSuper)),
