@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_treespec import _compat
 from hf_treespec.api.support import require_support
+from hf_treespec.cache import REPLAYED, layer_kind
 from hf_treespec.config import TreeConfig
 from hf_treespec.errors import UnsupportedCallError
 
@@ -52,6 +53,13 @@ def check_draft(
         raise UnsupportedCallError(
             f"assistant_model is a {type(assistant).__name__}, which takes no tree mask and cannot draft trees; pass "
             "a draft model that does, or leave assistant_model out to draft from the text by n-grams"
+        )
+    layers = _compat.make_cache(assistant.config).layers
+    if odd := sorted({type(layer).__name__ for layer in layers if layer_kind(layer) == REPLAYED}):
+        raise UnsupportedCallError(
+            f"assistant_model is a {type(assistant).__name__} with cache layers of class {', '.join(odd)}, whose rows "
+            "cannot grow apart; pass a draft model with dynamic layers, or leave assistant_model out to draft from "
+            "the text by n-grams"
         )
     kind = _prompt_learning(mode_kwargs.get("assistant_model"))
     if kind is not None:

@@ -3,6 +3,7 @@
 from hf_treespec.cache.calls import CallTrial, forget
 from hf_treespec.cache.layers import (
     EMPTY,
+    REPLAYED,
     SLIDING,
     STATIC,
     cache_parts,
@@ -21,6 +22,7 @@ from hf_treespec.cache.static import check_windows
 
 __all__ = [
     "EMPTY",
+    "REPLAYED",
     "SLIDING",
     "STATIC",
     "CacheTransaction",

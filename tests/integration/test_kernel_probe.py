@@ -59,10 +59,8 @@ def test_a_model_that_does_not_dispatch() -> None:
 def test_a_function_that_is_wrong_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     right = kernel_probe._Attention.__call__
 
-    def blind(
-        self: Any, module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **kwargs: Any
-    ) -> Any:
-        return right(self, module, query, key, value, torch.zeros((), device=query.device), **kwargs)
+    def blind(self: Any, module: Any, query: Any, *states: Any, **kwargs: Any) -> Any:
+        return right(self, module, query, *states[:2], torch.zeros((1, 1, 1, query.shape[2])), **kwargs)
 
     monkeypatch.setattr(kernel_probe._Attention, "__call__", blind)
     assert "its logits are off by" in str(takes_custom_attention(tiny.stock("llama")))
