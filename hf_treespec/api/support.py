@@ -201,6 +201,8 @@ def _static_reason(model: PreTrainedModel) -> str | None:
         return "its state is recurrent and cannot drop rejected nodes"
     if _compat.overrides_sampling(model):
         return "its class brings a decoding loop of its own"
+    if (streams := _compat.token_streams(model)) > 1:
+        return f"each of its steps reads {streams} tokens at once, and a tree has one in each node"
     if cross := _compat.cross_attention_layers(model):
         return f"its layers {cross} keep states of another sense in the cache, which are no part of the text"
     if not _compat.supports_dynamic_cache(model):

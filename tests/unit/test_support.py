@@ -24,6 +24,8 @@ from transformers import (
     MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MusicgenDecoderConfig,
+    MusicgenForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -167,6 +169,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "recurrent": (
         lambda: MambaForCausalLM(MambaConfig(vocab_size=37, hidden_size=8, state_size=2, num_hidden_layers=1)),
         "recurrent",
+    ),
+    "codebooks": (
+        lambda: MusicgenForCausalLM(
+            MusicgenDecoderConfig(
+                vocab_size=37, hidden_size=8, ffn_dim=8, num_hidden_layers=1, num_attention_heads=2, pad_token_id=0
+            )
+        ),
+        "each of its steps reads 4 tokens at once",
     ),
     "own loop": (lambda: llama(LoopingLlama), "decoding loop of its own"),
     "own cache": (lambda: llama(CachelessLlama), "does not use a DynamicCache"),
