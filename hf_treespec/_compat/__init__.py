@@ -90,6 +90,7 @@ from hf_treespec._compat.models import (
     supports_dynamic_cache,
     supports_logits_to_keep,
     text_part,
+    token_streams,
     vocabulary_size,
 )
 from hf_treespec._compat.processors import GuidanceProcessor, length_free_processors, process_logits, pure_processors
@@ -177,6 +178,7 @@ __all__ = [
     "switch_attention",
     "text_part",
     "through_quantization",
+    "token_streams",
     "vocabulary_size",
     "warn_once",
 ]

@@ -29,6 +29,7 @@ __all__ = [
     "supports_dynamic_cache",
     "supports_logits_to_keep",
     "text_part",
+    "token_streams",
     "vocabulary_size",
 ]
 
@@ -153,8 +154,15 @@ def input_device(model: PreTrainedModel, given: torch.device) -> torch.device:
 
 def embedding_rows(model: PreTrainedModel) -> int:
     """Token ids that the model can read."""
-    found: Any = model.get_input_embeddings()
-    # One table for each codebook of a model of sound.
-    tables: Any = found if isinstance(found, nn.ModuleList) else [found]
     # DeepSpeed ZeRO-3 leaves a parameter empty between forwards and keeps its shape beside it.
-    return min(int(getattr(table.weight, "ds_shape", table.weight.shape)[0]) for table in tables)
+    return min(int(getattr(table.weight, "ds_shape", table.weight.shape)[0]) for table in _tables(model))
+
+
+def token_streams(model: PreTrainedModel) -> int:
+    """Tokens that the model reads at once in each step: a model of sound has one for each of its codebooks."""
+    return len(_tables(model))
+
+
+def _tables(model: PreTrainedModel) -> list[Any]:
+    found: Any = model.get_input_embeddings()
+    return list(found) if isinstance(found, nn.ModuleList) else [found]

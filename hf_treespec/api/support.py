@@ -220,6 +220,8 @@ def _static_reason(model: PreTrainedModel) -> str | None:
         return "the model cannot generate"
     if _compat.overrides_sampling(model):
         return "its class brings a decoding loop of its own"
+    if (streams := _compat.token_streams(model)) > 1:
+        return f"each of its steps reads {streams} tokens at once, and a tree has one in each node"
     if cross := _compat.cross_attention_layers(model):
         return f"its layers {cross} keep states of another sense in the cache, which are no part of the text"
     return None

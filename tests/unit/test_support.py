@@ -24,6 +24,8 @@ from transformers import (
     MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MusicgenDecoderConfig,
+    MusicgenForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -176,6 +178,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no model": (lambda: nn.Linear(2, 2), "Linear is no transformers PreTrainedModel"),
     "none": (lambda: None, "NoneType is no transformers PreTrainedModel"),
     "no head": (lambda: LlamaModel(LlamaConfig(**SIZES)), "the model cannot generate"),
+    "codebooks": (
+        lambda: MusicgenForCausalLM(
+            MusicgenDecoderConfig(
+                vocab_size=37, hidden_size=8, ffn_dim=8, num_hidden_layers=1, num_attention_heads=2, pad_token_id=0
+            )
+        ),
+        "each of its steps reads 4 tokens at once",
+    ),
     "own loop": (lambda: llama(LoopingLlama), "decoding loop of its own"),
     "mixed layers": (with_recurrent_layer, "'LinearAttentionLayer' object has no attribute 'update'"),
     "mixed rows": (
