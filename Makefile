@@ -3,7 +3,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-517 real-model demo test test-compat test-517 contract-table lint format types contracts fast slow slow-part gpu clean
+.PHONY: help setup setup-517 real-model demo test test-compat test-517 contract-table conformance lint format types contracts fast slow slow-part gpu clean
 
 # Two workers fit the smallest machine that this is tested on, and each starts with seconds of imports.
 WORKERS ?= 2
@@ -22,6 +22,7 @@ help:
 	@echo "make fast | lint | format | types | contracts    one part of make test"
 	@echo "make slow        all slow tests;  make slow-part SLOW_PART=K/7  one seventh of them"
 	@echo "make contract-table  write docs/contract.md from the rows that its tests run"
+	@echo "make conformance     put every causal-LM model type through its calls on both versions, and write docs/models.md"
 	@echo "make gpu         the tests that need a CUDA device"
 	@echo "make real-model  convert SmolLM2-135M once (demo and tests do it on their own)"
 	@echo "make clean       remove environments, caches and build folders"
@@ -61,6 +62,11 @@ test-compat: fast test-517
 
 test-517: setup-517
 	.venv-517/bin/pytest $(FAST) -n $(WORKERS) $(PYTEST_ARGS)
+
+# CONFORMANCE=llama,mamba2 runs these types only.
+conformance: setup setup-517
+	PYTHONPATH=tests .venv/bin/python -m conformance.zoo --jobs $(WORKERS) $(CONFORMANCE)
+	PYTHONPATH=tests .venv-517/bin/python -m conformance.zoo --jobs $(WORKERS) --present $(CONFORMANCE)
 
 contract-table: setup
 	PYTHONPATH=tests .venv/bin/python -m conformance.contract

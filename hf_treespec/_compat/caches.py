@@ -17,6 +17,7 @@ __all__ = [
     "EMPTY_LAYERS",
     "FP8_LAYERS",
     "GROUPED_LAYERS",
+    "cache_fault",
     "cache_from_outputs",
     "cache_kwarg",
     "cache_length",
@@ -84,6 +85,15 @@ def cache_length(cache: Cache) -> int:
 def make_cache(config: PreTrainedConfig) -> DynamicCache:
     """The dynamic cache that `generate` would make for this config, sliding layers included."""
     return DynamicCache(config=config.get_text_config(decoder=True))
+
+
+def cache_fault(model: Any) -> str | None:
+    """Why no dynamic cache can be made for the config of a model, or None."""
+    try:
+        make_cache(model.config)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def generation_cache(model: Any) -> Cache:

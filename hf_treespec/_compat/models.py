@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_treespec._compat.caches import cache_kwarg
@@ -25,6 +26,7 @@ __all__ = [
     "max_positions",
     "max_sequence",
     "model_forward",
+    "overrides_generate",
     "overrides_sampling",
     "supports_dynamic_cache",
     "supports_logits_to_keep",
@@ -43,6 +45,24 @@ def overrides_sampling(model: PreTrainedModel) -> bool:
     """Whether the class of the model has a sampling loop of its own."""
     base: Any = getattr(type(model), "_treespec_base", type(model))
     return not base._sample.__qualname__.startswith("GenerationMixin.")
+
+
+def overrides_generate(model: PreTrainedModel) -> bool:
+    """Whether the class of the model has a `generate` of its own that never runs that of transformers."""
+    for base in type(model).__mro__:
+        if base is GenerationMixin:
+            return False
+        if "generate" in vars(base):
+            methods = (inspect.unwrap(value) for value in vars(base).values() if inspect.isfunction(value))
+            names = [_names_in(method.__code__) for method in methods]
+            return not any("generate" in found and found & {"super", "GenerationMixin"} for found in names)
+    return False
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Names that a function uses, functions inside of it included."""
+    parts = (part for part in code.co_consts if isinstance(part, CodeType))
+    return {*code.co_names, *(name for part in parts for name in _names_in(part))}
 
 
 def is_encoder_decoder(model: Any) -> bool:

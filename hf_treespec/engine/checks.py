@@ -21,9 +21,11 @@ __all__ = [
     "check_inputs",
     "check_path_settings",
     "check_processors",
+    "check_senses",
     "check_settings",
 ]
 
+_OTHER_SENSES = ("pixel_values", "mm_encoder_outputs", "cross_attention_states", "cross_attention_mask")
 # The last ones are old names of "static".
 _CACHE_KINDS = (None, "dynamic", "quantized", "static", "sliding_window", "hybrid", "hybrid_chunked")
 
@@ -137,6 +139,26 @@ def check_path_settings(generation_config: GenerationConfig) -> None:
                 f"{name}=True with tree_config: this model reads a tree path by path, in other rows than plain "
                 f"decoding; leave {name} out, or generate without tree_config"
             )
+
+
+def check_senses(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:
+    """Refuse pictures and the like for a model whose cache would keep them in layers of their own length.
+
+    Raises:
+        UnsupportedCallError: naming the arguments.
+    """
+    cross = _compat.cross_attention_layers(model)
+    if not cross:
+        return
+    given = [name for name in _OTHER_SENSES if model_kwargs.get(name) is not None]
+    layers = getattr(_compat.passed_cache(model_kwargs), "layers", [])
+    if any(len(layers) > layer and layers[layer].is_initialized for layer in cross):
+        given.append("a cache that has read them")
+    if given:
+        raise UnsupportedCallError(
+            f"{', '.join(given)} with tree_config: layers {cross} of {type(model).__name__} keep states of another "
+            "sense in the cache, which are no part of the text; pass a text alone, or generate without tree_config"
+        )
 
 
 def check_cache_of(model: PreTrainedModel, cache: Any, route: Route) -> None:

@@ -23,7 +23,7 @@ from hf_treespec.cache import (
 from hf_treespec.config import TreeConfig
 from hf_treespec.control import SizePolicy
 from hf_treespec.draft import Draft, ModelDraft, NgramDraft, RetokenizedDraft
-from hf_treespec.engine.checks import check_cache_of, check_inputs, check_processors
+from hf_treespec.engine.checks import check_cache_of, check_inputs, check_processors, check_senses
 from hf_treespec.engine.guidance import Guidance
 from hf_treespec.engine.ordered import only_plain, settled
 from hf_treespec.engine.outputs import KeptStates
@@ -126,6 +126,7 @@ def generate_with_tree(
 def _checked(model: PreTrainedModel, request: Request) -> Prompt:
     """The prompt of the call, once nothing speaks against it."""
     check_inputs(request.input_ids, request.model_kwargs)
+    check_senses(model, request.model_kwargs)
     # The caller's, which was checked before, or the one that `generate` has made.
     passed = _compat.passed_cache(request.model_kwargs)
     check_cache_of(model, passed, request.route)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from calls import BUSHES, GREEDY, SAMPLED
-from hf_treespec import Support, TreeConfig, _compat, disable, enable, is_supported
+from hf_treespec import Support, TreeConfig, UnsupportedCallError, _compat, disable, enable, is_supported
 from inputs import compare
 from tiny import assert_lively, assert_same_cache, cache_argument, draft, fingerprint
 from vision import PICTURE, PLANES, READERS, build_cross_reader, build_reader, picture_prompt, pictures, readers
@@ -37,9 +37,22 @@ def test_the_probe_finds_the_language_model_inside(name: str) -> None:
 
 
 def test_a_cache_with_states_of_the_picture_is_refused() -> None:
-    """Their length is that of the picture, so no path of the text can be kept by it."""
-    support = is_supported(build_cross_reader())
-    assert not support.ok and "layers [1] keep states of another sense" in support.reason
+    """Their length is that of the picture: no path of the text can be kept by it. A text alone fills no such layer."""
+    model = enable(build_cross_reader())
+    ids = torch.tensor([[3, 17, 5, 9, 12]])
+    call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "do_sample": False}
+    forwards: list[int] = []
+    hook = model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    with pytest.raises(UnsupportedCallError, match=r"pixel_values with tree_config: layers \[1\] of .*Mllama"):
+        model.generate(ids, pixel_values=torch.zeros(1, 1, 1, 3, 8, 8), tree_config=BUSHES, **call)
+    cache = DynamicCache(config=model.config.get_text_config())
+    cache.layers[1].update(*torch.zeros(2, 1, 2, 4, 16))
+    with pytest.raises(UnsupportedCallError, match="a cache that has read them"):
+        model.generate(ids, tree_config=BUSHES, **call, **cache_argument(cache))
+    assert not forwards
+    hook.remove()
+    plain = disable(model).generate(ids, **call)
+    assert torch.equal(enable(model).generate(ids, tree_config=BUSHES, **call), plain)
 
 
 @names

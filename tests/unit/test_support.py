@@ -86,6 +86,34 @@ class RaisingLlama(Llama):
         raise KeyError("needs pixels")
 
 
+class AloneLlama(Llama):
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return self._sample(*args, **kwargs)
+
+
+class HandingOnLlama(Llama):
+    """Runs the generation of transformers from another method, inside of a function of its own."""
+
+    @torch.no_grad()
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return self.parts(*args, **kwargs)
+
+    def parts(self, *args: Any, **kwargs: Any) -> Any:
+        outer = super()
+
+        def one() -> Any:
+            return outer.generate(*args, **kwargs)
+
+        return one()
+
+
+class AssertingLlama(Llama):
+    @functools.wraps(Llama.forward)
+    def forward(self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+        assert input_ids.shape[1] == 1, "one token a call"
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+
+
 class LoopingLlama(Llama):
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
         return super()._sample(*args, **kwargs)
@@ -115,6 +143,7 @@ SUPPORTED: dict[str, Callable[[], Any]] = {
     "bfloat16": lambda: llama().to(torch.bfloat16),
     "sliding": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4)),
     "learned positions": gpt2,
+    "generate that hands on": lambda: llama(HandingOnLlama),
     "five tokens": lambda: llama(vocab_size=5),
 }
 
@@ -186,6 +215,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "each of its steps reads 4 tokens at once",
     ),
+    "own generate": (lambda: llama(AloneLlama), "a generate() of its own, which does not run that of transformers"),
     "own loop": (lambda: llama(LoopingLlama), "decoding loop of its own"),
     "mixed layers": (with_recurrent_layer, "'LinearAttentionLayer' object has no attribute 'update'"),
     "mixed rows": (
@@ -193,6 +223,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "it does not read the paths of a tree as batch rows alike",
     ),
     "four tokens": (lambda: llama(vocab_size=4), "its vocabulary of 4 ids is too small for the probe"),
+    "asserts": (lambda: llama(AssertingLlama), "the probe forward raised AssertionError: one token a call"),
     "raises": (lambda: llama(RaisingLlama), "the probe forward raised KeyError: 'needs pixels'"),
 }
 

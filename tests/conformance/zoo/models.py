@@ -7,13 +7,15 @@ import itertools
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from conformance.zoo.overrides import DULL, OVERRIDES, UNBUILT, VARIANTS
 from conformance.zoo.shrink import tiny_config
 from conformance.zoo.weights import SCALES, enliven, is_lively
 
+# As the installed transformers lists them.
+CAUSAL_TYPES: tuple[str, ...] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 # Seeds that are tried until the text is lively, each with all of `weights.SCALES`.
 _SEEDS = range(6)
 # Those that need many tries.
@@ -42,26 +44,27 @@ def config(name: str) -> PreTrainedConfig:
     changes: dict[str, Any] = dict(OVERRIDES[base][0]) if base in OVERRIDES else {}
     if name in VARIANTS:
         changes.update(VARIANTS[name][1])
-    made = tiny_config(base, changes)
-    wanted = MODEL_FOR_CAUSAL_LM_MAPPING[type(made)].config_class
-    if isinstance(made, wanted):
-        return made
     # The language model of some composite types reads one of the parts.
-    parts = [getattr(made, part) for part in type(made).sub_configs]
-    return next((part for part in parts if isinstance(part, wanted)), made)
+    own, read = CONFIG_MAPPING[base], model_class(name).config_class
+    return tiny_config(own if issubclass(own, read) else read, changes)
+
+
+def model_class(name: str) -> type[PreTrainedModel]:
+    """The causal-LM class of one of `types()`."""
+    return MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[base_type(name)]]  # type: ignore[no-any-return]
 
 
 def attentions(name: str) -> list[str]:
     """The attention implementations that the class has, of those that take masks."""
-    return ["eager", "sdpa"] if _class_of(config(name))._supports_sdpa else ["eager"]
+    return ["eager", "sdpa"] if model_class(name)._supports_sdpa else ["eager"]
 
 
 @functools.cache
-def precision(name: str) -> torch.dtype:
-    """float64 where the modeling code runs in it."""
-    if base_type(name) in DULL:
+def precision(name: str, attention: str) -> torch.dtype:
+    """float64 where the modeling code runs in it; eager attention does not: it takes its softmax in float32."""
+    if attention == "eager" or base_type(name) in DULL:
         return torch.float32
-    model = _drawn(name, attentions(name)[-1], torch.float64, 0, 0)
+    model = _drawn(name, attention, torch.float64, 0, 0)
     try:
         is_lively(model)
     except RuntimeError:
@@ -76,13 +79,13 @@ def build(name: str, *, attention: str | None = None, dtype: torch.dtype | None 
     Args:
         name: one of `types()`.
         attention: one of `attentions(name)`; default the last.
-        dtype: default `precision(name)`.
+        dtype: default `precision(name, attention)`.
 
     Raises:
         AssertionError: if no seed makes lively text.
     """
     attention = attention or attentions(name)[-1]
-    dtype = dtype or precision(name)
+    dtype = dtype or precision(name, attention)
     return _drawn(name, attention, dtype, *_lively_draw(name))
 
 
@@ -91,29 +94,18 @@ def _lively_draw(name: str) -> tuple[int, int]:
     """The first seed and scale whose model is lively."""
     if base_type(name) in DULL:
         return 0, 0
+    attention = attentions(name)[-1]
     tries = itertools.chain(_FIRST.get(name, ()), itertools.product(_SEEDS, range(len(SCALES))))
     for seed, scale in tries:
-        if is_lively(_drawn(name, attentions(name)[-1], precision(name), seed, scale)):
+        if is_lively(_drawn(name, attention, precision(name, attention), seed, scale)):
             return seed, scale
     raise AssertionError(f"no seed makes lively text of a tiny {name}")
 
 
-def _class_of(made: PreTrainedConfig) -> type[PreTrainedModel]:
-    for config_class in MODEL_FOR_CAUSAL_LM_MAPPING:
-        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
-        if type(made) in (config_class, model_class.config_class):
-            return model_class
-    raise AssertionError(f"no causal LM for {type(made).__name__}")
-
-
 def _drawn(name: str, attention: str, dtype: torch.dtype, seed: int, scale: int) -> PreTrainedModel:
-    made = config(name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if type(made) in MODEL_FOR_CAUSAL_LM_MAPPING:
-            model = AutoModelForCausalLM.from_config(made, attn_implementation=attention, dtype=dtype)
-        else:
-            model = _class_of(made)._from_config(made, attn_implementation=attention, dtype=dtype)
+        model = model_class(name)._from_config(config(name), attn_implementation=attention, dtype=dtype)
     model = model.to(dtype).eval()
     enliven(model, seed, scale)
     return model

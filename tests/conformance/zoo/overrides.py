@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from conformance.zoo.shrink import VOCAB, WINDOW
+
 _TWO_KINDS = ["full_attention", "sliding_attention"]
 _ROPES = {kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in _TWO_KINDS}
 
@@ -11,7 +13,9 @@ _ROPES = {kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in _TWO
 OVERRIDES: dict[str, tuple[dict[str, Any], str]] = {
     "bamba": ({"attn_layer_indices": [1]}, "by default no layer has attention"),
     "cohere_compass_text": (
-        {"layer_types": _TWO_KINDS, "rope_parameters": _ROPES}, "the default has no rotary settings and no window"
+        {"layer_types": _TWO_KINDS,
+         "rope_parameters": {kind: {**rope, "mrope_section": [3, 3, 2]} for kind, rope in _ROPES.items()}},
+        "the default has no rotary settings and no window",
     ),
     "dbrx": (
         {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
@@ -43,8 +47,24 @@ OVERRIDES: dict[str, tuple[dict[str, Any], str]] = {
         {"layer_types": _TWO_KINDS, "num_attention_heads_per_layer": [4, 4], "mlp_layer_types": ["dense", "sparse"]},
         "the default has windows in no layer",
     ),
+    "lfm2": ({"layer_types": ["conv", "full_attention"], "full_attn_idxs": None}, "the default has attention only"),
+    "mellum": ({"layer_types": _TWO_KINDS, "rope_parameters": _ROPES}, "the default has windows in no layer"),
+    "smollm3": (
+        {"layer_types": _TWO_KINDS, "no_rope_layers": [1, 0]}, "the default has windows in no layer"
+    ),
+    "zaya": (
+        {"num_hidden_layers": 4, "layer_types": ["hybrid", "hybrid_sliding"] * 2, "sliding_window": WINDOW},
+        "the default has windows in no layer",
+    ),
+    "minimax_m3_vl_text": (
+        {"layer_types": ["full_attention", "minimax_m3_sparse"], "mlp_layer_types": ["dense", "sparse"]},
+        "the default has no sparse layer",
+    ),
     "lfm2_moe": ({"layer_types": ["conv", "full_attention"]}, "the default names no kinds of layers"),
     "mamba2": ({"num_heads": 8, "n_groups": 2}, "heads times head width is twice the hidden width"),
+    "musicgen": (
+        {"pad_token_id": VOCAB, "decoder_start_token_id": VOCAB}, "its pattern of delays is of an id that no text has"
+    ),
     "nemotron": ({"num_key_value_heads": 2}, "the default names no number of key heads"),
     "recurrent_gemma": ({"num_hidden_layers": 3}, "its block of three kinds repeats"),
     "xlstm": ({"hidden_size": 128, "embedding_dim": 128}, "half of the hidden width is rounded up to 64"),
@@ -72,7 +92,8 @@ OVERRIDES: dict[str, tuple[dict[str, Any], str]] = {
         "drawn anew in each call",
     ),
 }  # fmt: skip
-OVERRIDES["qwen4_exp"] = ({"text_config": OVERRIDES["qwen4_exp_text"][0]}, OVERRIDES["qwen4_exp_text"][1])
+OVERRIDES["qwen4_exp"] = OVERRIDES["qwen4_exp_text"]
+OVERRIDES["musicgen_melody"] = OVERRIDES["musicgen"]
 
 # Model type: why no model of it can be built here.
 UNBUILT: dict[str, str] = {
@@ -82,8 +103,10 @@ UNBUILT: dict[str, str] = {
     "itself",
 }
 
-# Model type: why plain decoding has no lively text.
+# Model type: why plain decoding has no lively text to compare with.
 DULL: dict[str, str] = {
+    "musicgen": "generate() is its own and takes other inputs than a text",
+    "musicgen_melody": "generate() is its own and takes other inputs than a text",
     "blt": "generate() fails: the config has no number of layers",
     "xlm": "behind a cache its logits are not numbers",
     "xlnet": "behind a cache it reads other positions than without",

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 VOCAB = 96
 WINDOW = 8
@@ -28,7 +28,9 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"sliding_window(_size)?|attention_chunk_size|window_size|attention_window_size|local_attention"
      r"|local_attention_window_len", WINDOW),
     (r"index_topk", 6),
-    (r"index_topk_blocks|index_n_heads|index_local_blocks", 2),
+    (r"index_topk_blocks|index_local_blocks", 2),
+    # With few of them scores of no head at all would tie for the last place of a selection.
+    (r"index_n_heads", 16),
     (r"index_block_size|block_size", 4),
     (r"num_(hidden_)?layers|n_layers?|(decoder|encoder)_layers|num_blocks|num_(en|de)coder_layers|depth"
      r"|conf_num_hidden_layers|num_global_layers", 2),
@@ -36,7 +38,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"swa_num_key_value_heads", 2),
     (r"(.*_)?num_(.*_)?key_value_heads|kv_n_heads|num_kv_heads|num_query_groups|(.*_)?num_key_heads", 2),
     (r"(.*_)?num_(.*_)?attention_heads|n_heads?|(en|de)coder_attention_heads|num_heads|attention_heads"
-     r"|linear_num_(value_)?heads|index_n_heads|num_attn_heads", _HEADS),
+     r"|linear_num_(value_)?heads|num_attn_heads", _HEADS),
     (r"mamba_n(um)?_heads|n_mamba_heads|mamba_num_heads", 2 * _HEADS),
     # A part without positions and a part with: together they are a head.
     (r"qk_head_dim", _HEAD_DIM),
@@ -74,20 +76,34 @@ _UNSET: dict[str, int] = {
 }
 # Lists with an entry a layer; others are told by their length.
 _BY_LAYER = re.compile(r"layer_types|mlp_layer_types|layers_block_type|indexer_types|no_rope_layers")
+# What `to_dict` adds, and sub-configs do not all take back.
+_NO_FIELDS = (
+    "model_type",
+    "transformers_version",
+    "architectures",
+    "dtype",
+    "id2label",
+    "label2id",
+    "_name_or_path",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "chunk_size_feed_forward",
+    "problem_type",
+)
 _LAYER_COUNT = re.compile(r"num_(hidden_)?layers|n_layers?|decoder_layers")
 _ENDS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0, "forced_eos_token_id": None,
                          "decoder_start_token_id": 1}  # fmt: skip
 
 
-def tiny_config(model_type: str, changes: Mapping[str, Any]) -> PreTrainedConfig:
-    """The tiny config of a model type.
+def tiny_config(config_class: type[PreTrainedConfig], changes: Mapping[str, Any]) -> PreTrainedConfig:
+    """The tiny config of a class.
 
     Args:
-        model_type: of the causal-LM mapping.
+        config_class: of any model.
         changes: fields that the rules do not get right; a mapping goes into the sub-config of that name, and DROP
             leaves a field to the config class.
     """
-    config_class = CONFIG_MAPPING[model_type]
     return config_class(**shrunk(config_class().to_dict(), changes))
 
 
@@ -99,7 +115,7 @@ def shrunk(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     kept = _kept_layers(fields)
     out: dict[str, Any] = {}
     for name, value in fields.items():
-        if name in ("model_type", "transformers_version", "architectures", "dtype", "id2label", "label2id"):
+        if name in _NO_FIELDS:
             continue
         change = changes.get(name, {})
         if change is DROP:
@@ -124,8 +140,9 @@ def shrunk(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     _no_dropout(out)
     _windowed(fields, out)
     out.update({name: value for name, value in _ENDS.items() if name in fields})
-    if "is_decoder" in fields:
-        out["is_decoder"] = True
+    out.update({name: True for name in ("is_decoder", "use_cache") if name in fields})
+    if isinstance(changes.get("layer_types"), list):
+        out.update({name: len(changes["layer_types"]) for name in fields if _LAYER_COUNT.fullmatch(name)})
     out.update({k: v for k, v in changes.items() if v is not DROP and not _is_config(k, fields.get(k))})
     return out
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,11 +64,16 @@ def streams(model: PreTrainedModel) -> int:
     return int(model.config.num_codebooks) if hasattr(model, "build_delay_pattern_mask") else 1
 
 
+def extra_arguments(model: PreTrainedModel) -> dict[str, Any]:
+    """Arguments without which the model's own `generate` fails."""
+    return {"num_return_sequences": 1} if streams(model) > 1 else {}
+
+
 @torch.no_grad()
 def is_lively(model: PreTrainedModel) -> bool:
     """Whether greedy text has many different tokens, and a token a little further back moves the logits."""
     ids = torch.tensor([_PROMPT] * streams(model))
-    call = {"do_sample": False, "return_dict_in_generate": True}
+    call = {"do_sample": False, "return_dict_in_generate": True, **extra_arguments(model)}
     text = model.generate(ids, max_new_tokens=_NEW, output_logits=True, **call)
     other = ids.clone()
     other[:, -4] = 55
