@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,8 +16,8 @@ from hf_treespec.attention import attention_for_trees, learned_position_limit, t
 from hf_treespec.cache import PathCache, RowCache, check_cache, check_windows, needs_equal_rows, restored_on_error
 from hf_treespec.config import TreeConfig
 from hf_treespec.control import SizePolicy
-from hf_treespec.draft import Draft, ModelDraft, NgramDraft, RetokenizedDraft
-from hf_treespec.engine.checks import check_cache_of, check_inputs, check_processors
+from hf_treespec.draft import ChildSampler, Draft, ModelDraft, NgramDraft, RetokenizedDraft
+from hf_treespec.engine.checks import check_cache_of, check_independent, check_inputs, check_processors
 from hf_treespec.engine.forward import TargetForward
 from hf_treespec.engine.guidance import Guidance
 from hf_treespec.engine.outputs import KeptStates
@@ -28,8 +28,19 @@ from hf_treespec.engine.state import GrowingText, StopRules
 from hf_treespec.engine.synced import in_lockstep, refused_together
 from hf_treespec.errors import UnsupportedCallError
 from hf_treespec.routes import Route
+from hf_treespec.rules import COUPLED, Rule, rule_named
 from hf_treespec.stats import TreeStats
-from hf_treespec.verify import Decider, GumbelNoise, NodeScorer, are_length_free, are_pure, text_streams
+from hf_treespec.tree import TreeLimits
+from hf_treespec.verify import (
+    Decider,
+    GumbelNoise,
+    IndependentDecider,
+    NodeScorer,
+    RoundNoise,
+    are_length_free,
+    are_pure,
+    text_streams,
+)
 
 if TYPE_CHECKING:
     from transformers import (
@@ -128,6 +139,8 @@ def _checked(model: PreTrainedModel, request: Request) -> Prompt:
     # Guidance that turns out to be no second stream is judged when that is known.
     others = [p for p in processors if type(p) is not _compat.GuidanceProcessor]
     check_processors(others, request.tree_config.on_stateful_processor)
+    if _rule(request) is not None:
+        check_independent(others, request.tree_config.verification)
     if request.route is Route.MASK:
         Guidance.check(model, processors, request.input_ids, prompt.last_positions)
     return prompt
@@ -198,11 +211,17 @@ def _decode(
     del outputs
     vocab = int(last_logits.shape[-1])
     noise = _noise(config, vocab, device, prompt.known_tokens) if generation.do_sample else None
-    if noise is not None:
+    rule = _rule(request)
+    draws = None if rule is None or noise is None else RoundNoise(noise)
+    if noise is not None and rule is None:
         for row in text.draft_rows:
             row.noise = _row_noise(noise, row.index)
-    decider = Decider(NodeScorer(processors, batch), noise)
-    draft = _make_draft(request, vocab)
+    scorer = NodeScorer(processors, batch)
+    decider = Decider(scorer, noise)
+    sampler = None if rule is None or draws is None else ChildSampler(rule, config.random_children, draws)
+    draft = _make_draft(request, vocab, sampler)
+    if rule is not None:
+        stats.verification, stats.lossless = rule.name, rule.lossless
     stats.draft = draft.name
     tokens, scores = decider.choose(text, dict(enumerate(last_logits)))
     text.emit(tokens, scores, dict(enumerate(last_logits)))
@@ -219,7 +238,7 @@ def _decode(
         last_positions=last_positions,
         cache=rows,
         draft=draft,
-        policy=SizePolicy(config.limits, fallback=config.fallback, cheap=draft.cheap, in_step=in_step, batch=batch),
+        policy=SizePolicy(_limits(request), fallback=config.fallback, cheap=draft.cheap, in_step=in_step, batch=batch),
         decider=decider,
         noise=noise,
         stats=stats,
@@ -229,6 +248,7 @@ def _decode(
         states=states,
         batched_choice=device.type != "cpu" and not keep_scores and are_length_free(processors),
         guidance=guidance,
+        independent=None if rule is None or draws is None else IndependentDecider(rule, scorer, draws),
     )
     try:
         with _compat.decode_context(model):
@@ -288,7 +308,18 @@ def _row_noise(noise: GumbelNoise, row: int) -> Callable[[int], Tensor]:
     return lambda position: noise.at(row, position)
 
 
-def _make_draft(request: Request, vocab: int) -> Draft:
+def _rule(request: Request) -> Rule | None:
+    """The rule of independent draws that the call asks for; None for the coupled one and for greedy decoding."""
+    name = request.tree_config.verification
+    return None if name == COUPLED or not request.generation_config.do_sample else rule_named(name)
+
+
+def _limits(request: Request) -> TreeLimits:
+    limits, rule = request.tree_config.limits, _rule(request)
+    return replace(limits, max_children=1) if rule is not None and rule.chain else limits
+
+
+def _make_draft(request: Request, vocab: int, sampler: ChildSampler | None) -> Draft:
     config = request.tree_config
     assistant = request.assistant_model
     if config.draft == "ngram" or assistant is None:
@@ -307,4 +338,5 @@ def _make_draft(request: Request, vocab: int) -> Draft:
         vocab_size=vocab,
         processors=processors,
         device=request.input_ids.device,
+        sampler=sampler,
     )

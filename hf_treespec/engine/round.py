@@ -16,7 +16,7 @@ from hf_treespec.engine.outputs import KeptStates
 from hf_treespec.engine.state import GrowingText
 from hf_treespec.stats import TreeStats
 from hf_treespec.tree import TokenTree, TreeLimits
-from hf_treespec.verify import Decider, GumbelNoise, walk_trees
+from hf_treespec.verify import Decider, GumbelNoise, IndependentDecider, follow_paths, walk_trees
 
 __all__ = ["RoundRunner"]
 
@@ -40,6 +40,7 @@ class RoundRunner:
         batched_choice: choose at all nodes on the device in one go.
         states: hidden states and attentions that the call asks for; rows must be in step.
         guidance: the unconditional stream of the call, or None.
+        independent: decides rounds with trees by independent draws; None for the walk.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class RoundRunner:
         batched_choice: bool,
         states: KeptStates | None = None,
         guidance: Guidance | None = None,
+        independent: IndependentDecider | None = None,
     ) -> None:
         self._text = text
         self._forward = forward
@@ -76,6 +78,7 @@ class RoundRunner:
         self._batched_choice = batched_choice
         self._states = states
         self._guidance = guidance
+        self._independent = independent
 
     def run(self) -> None:
         """One round of all rows that have not ended; in step the ended ones follow with padding."""
@@ -176,7 +179,9 @@ class RoundRunner:
             walked = time.perf_counter()
             choices = None
             device = self._text.device
-            if self._batched_choice and all(self._drafts(row) for row in rows):
+            # Rounds without trees too: a row's numbers must not depend on whether its neighbours have one.
+            by_draws = self._independent is not None
+            if not by_draws and self._batched_choice and all(self._drafts(row) for row in rows):
                 choices = self._decider.choose_all(self._text, logits, trees)
 
             def logits_at(row: int, node: int) -> Tensor:
@@ -184,15 +189,18 @@ class RoundRunner:
                     guidance.stand(row, node)
                 return logits[row, node].to(device)
 
-            paths = walk_trees(
-                self._text,
-                trees,
-                logits_at,
-                self._decider,
-                rows,
-                in_step=self._in_step,
-                choices=choices,
-            )
+            if by_draws:
+                paths = self._follow(trees, rows, logits, logits_at, stats)
+            else:
+                paths = walk_trees(
+                    self._text,
+                    trees,
+                    logits_at,
+                    self._decider,
+                    rows,
+                    in_step=self._in_step,
+                    choices=choices,
+                )
             if self._states is not None:
                 self._states.keep(paths, self._cache)
             verified = time.perf_counter()
@@ -207,3 +215,30 @@ class RoundRunner:
         stats.verify_seconds += verified - walked
         stats.commit_seconds += time.perf_counter() - verified
         return paths
+
+    def _follow(
+        self,
+        trees: Sequence[TokenTree],
+        rows: Sequence[int],
+        logits_BNV: Tensor,
+        logits_at: Callable[[int, int], Tensor],
+        stats: TreeStats,
+    ) -> list[list[int]]:
+        """Decide the round by independent draws, and emit what it came to."""
+        assert self._independent is not None
+
+        def stand(row: int, node: int) -> None:
+            if self._guidance is not None:
+                self._guidance.stand(row, node)
+
+        outcome = self._independent.decide(
+            self._text, trees, logits_BNV.to(self._text.device), self._draft.laws(len(trees)), stand
+        )
+        for row in rows:
+            pad = self._text.forced_token(row)
+            if pad is not None:
+                outcome.paths[row][:] = range(len(trees[row]))
+                outcome.last[row] = pad
+            else:
+                stats.expected_accepted += outcome.expected[row]
+        return follow_paths(self._text, trees, outcome, logits_at, rows, in_step=self._in_step)

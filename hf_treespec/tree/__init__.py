@@ -1,7 +1,7 @@
 """Token trees as plain data: topology, growth, tensor layout, JSON. No transformers here."""
 
 from hf_treespec.tree.codec import shape_from_json, shape_to_json, tree_from_json, tree_to_json
-from hf_treespec.tree.growth import GROWTH_POLICIES, Candidate, Expander, grow
+from hf_treespec.tree.growth import GROWTH_POLICIES, Candidate, Expander, grow, grow_adapted
 from hf_treespec.tree.layout import TreeLayout, layout_trees, pack_bits, unpack_words
 from hf_treespec.tree.shapes import best_first_shape, rank_acceptance
 from hf_treespec.tree.topology import TokenTree, TreeBuilder, TreeLimits
@@ -16,6 +16,7 @@ __all__ = [
     "TreeLimits",
     "best_first_shape",
     "grow",
+    "grow_adapted",
     "layout_trees",
     "pack_bits",
     "rank_acceptance",
