@@ -81,7 +81,7 @@ def test_the_outermost_bits_give_the_outermost_finite_values(bits: int, dtype: t
     # A position whose first lane has just these bits.
     position = state_whose_first_output_is(state_whose_first_output_is(bits)) - stream_key(5, 0) & WORD
     noise = GumbelNoise(5, 3)
-    noise.dtype = dtype  # float32 is what devices without float64 get
+    noise._lanes.dtype = dtype  # float32 is what devices without float64 get
     value = float(noise.at(0, position)[0])
     digits = 53 if dtype == torch.float64 else 24
     rarest = -math.log(-math.log1p(-(2.0**-digits))) if bits else -math.log(digits * math.log(2))
@@ -90,7 +90,7 @@ def test_the_outermost_bits_give_the_outermost_finite_values(bits: int, dtype: t
 
 def test_float32_noise_is_the_same_noise_on_a_coarser_grid() -> None:
     coarse = GumbelNoise(3, 10_000)
-    coarse.dtype = torch.float32
+    coarse._lanes.dtype = torch.float32
     fine = GumbelNoise(3, 10_000).at(2, 9)
     # In the probability domain the two differ by at most half a step of each grid, plus float32 rounding.
     off = (torch.exp(-torch.exp(-coarse.at(2, 9).double())) - torch.exp(-torch.exp(-fine))).abs().max()
