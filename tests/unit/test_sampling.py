@@ -15,7 +15,7 @@ from hf_treespec.rules import RULES
 from hf_treespec.verify import GumbelNoise, RoundNoise
 
 LAW = torch.tensor([0.4, 0.05, 0.0, 0.3, 0.25])
-ROUNDS = 20_000
+ROUNDS = 5_000
 
 
 def sampler(rule: str, randoms: int = 1, seed: int = 3) -> ChildSampler:
