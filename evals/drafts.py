@@ -4,7 +4,7 @@
 |---|---|
 | `ngram` | n-grams of the text, no model |
 | `layers:20` | the target's first 20 layers under its own norm and head |
-| `drop:20-28` | the target without layers 20 to 27 |
+| `drop:16-22` | the target without layers 16 to 21 |
 | `noise:0.1` | the target with noise of that share of each weight's deviation |
 | anything else | a folder or name for `from_pretrained` |
 """

@@ -41,7 +41,13 @@ def chi_square_tail(statistic: float, freedom: int) -> float:
 
 
 def chi_square_quantile(tail: float, freedom: int) -> float:
-    """The value that chi-square exceeds with probability `tail`."""
+    """The value that chi-square exceeds with probability `tail`.
+
+    Raises:
+        ValueError: without a degree of freedom.
+    """
+    if freedom <= 0:
+        raise ValueError(f"freedom={freedom}: expected at least 1")
     low, high = 0.0, 10.0
     while chi_square_tail(high, freedom) > tail:
         high *= 2
@@ -152,7 +158,7 @@ def smallest_variation(n: int, freedom: int, level: float, power: float = 0.99) 
         level: of the test.
         power: chance to find it.
     """
-    if n <= 0:
+    if n <= 0 or freedom <= 0:
         return 1.0
     critical = chi_square_quantile(level, freedom)
     low, high = 0.0, 10.0

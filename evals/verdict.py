@@ -107,7 +107,7 @@ def _tests(
         counts, even = uniform_bins(places, BINS), [1 / BINS] * BINS
         n = places.numel()
         add(f"ks_{order}", kolmogorov_smirnov(places), n, 1)
-        add(f"bins_{order}", *_with_n(chi_square(counts, even), n), round(variation_bound(counts, even), 5))
+        add(f"bins_{order}", *_with_n(chi_square(counts, even, least=5.0), n), round(variation_bound(counts, even), 5))
         values = math.fsum(record[f"score_{order}"][0] for record in mine)
         spread = math.fsum(record[f"score_{order}"][1] for record in mine)
         add(f"score_{order}", normal_tail(values / math.sqrt(spread)) if spread > 0 else 1.0, n, 1)

@@ -97,7 +97,7 @@ def test_a_run_writes_what_it_found(model: Path, tmp_path: Path, capsys: pytest.
 def test_a_mutant_is_caught_and_too_few_texts_are_said_to_miss_it(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(model, tmp_path, "--inject", "M03", prompts={"path": str(model / "prompts.jsonl"), "field": "ids"}) == 0
+    assert run(model, tmp_path, "--inject", "M03", repeats=16) == 0
     assert capsys.readouterr().out.startswith("PASS (family 0.001): caught: M03 rrsw noise:0.3 (p=")
     assert run(model, tmp_path, "--inject", "M03", "--fresh", "--limit", "1", "--new-tokens", "2") == 3
     assert capsys.readouterr().out.startswith("MISSED (family 0.001): not told from the target's law: M03 rrsw")
@@ -106,9 +106,8 @@ def test_a_mutant_is_caught_and_too_few_texts_are_said_to_miss_it(
 def test_a_rule_that_breaks_its_claim_fails_the_run(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prompts = {"path": str(model / "prompts.jsonl"), "field": "ids", "limit": 40}
     with mutant("M03"):
-        assert run(model, tmp_path, rules=["rrsw"], prompts=prompts) == 1
+        assert run(model, tmp_path, rules=["rrsw"], repeats=16) == 1
     assert capsys.readouterr().out.startswith("FAIL (family 0.001): not the target's law: rrsw noise:0.3 (p=")
 
 

@@ -109,7 +109,9 @@ def test_power_is_what_happens() -> None:
 
     assert found(stated) >= 192
     assert found(stated / 2) < 100
-    assert smallest_variation(0, 3, level) == 1.0
+    assert smallest_variation(0, 3, level) == smallest_variation(50, 0, level) == 1.0
+    with pytest.raises(ValueError, match="freedom=0"):
+        chi_square_quantile(0.1, 0)
 
 
 def test_the_bound_bounds() -> None:

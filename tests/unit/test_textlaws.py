@@ -60,13 +60,12 @@ def test_texts_of_another_law_do_not() -> None:
 
 
 def test_places_by_hand() -> None:
-    # Powers of two, so that ties are exact.
-    target = torch.tensor([[0.25, 0.5, 0.125, 0.125]], dtype=torch.float64).log()
-    draft = torch.tensor([[0.5, 0.25, 0.0625, 0.1875]], dtype=torch.float64).log()
+    target = torch.tensor([[0.5, 0.2, 0.2, 0.1]], dtype=torch.float64).log()
+    draft = torch.tensor([[0.3, 0.16, 0.16, 0.38]], dtype=torch.float64).log()
     dice = torch.rand(2, 1, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    spots = {1: (0.0, 0.5), 0: (0.5, 0.25), 2: (0.75, 0.25), 3: (0.75, 0.25)}
-    # By q / p: 2, 0.5, 0.5, 1.5. Tokens of one rank share their mass.
-    ratio_spots = {0: (0.0, 0.25), 3: (0.25, 0.125), 1: (0.375, 0.625), 2: (0.375, 0.625)}
+    spots = {0: (0.0, 0.5), 1: (0.5, 0.4), 2: (0.5, 0.4), 3: (0.9, 0.1)}
+    # By q / p: 0.6, 0.8, 0.8, 3.8. Tokens of one rank share their mass.
+    ratio_spots = {3: (0.0, 0.1), 1: (0.1, 0.4), 2: (0.1, 0.4), 0: (0.5, 0.5)}
     for token in range(4):
         found = witness(target, target, draft, [token], 4)
         low, width = spots[token]
