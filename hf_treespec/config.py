@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from hf_treespec.errors import TreeConfigError, TreeSpecWarning
+from hf_treespec.rules import COUPLED, RULES
 from hf_treespec.tree import GROWTH_POLICIES, TreeLimits
 
 __all__ = ["CONFIG_NAME", "SCHEMA_VERSION", "TreeConfig"]
@@ -22,7 +23,7 @@ SCHEMA_VERSION = 1
 _CHOICES: dict[str, tuple[str, ...]] = {
     "draft": ("auto", "model", "ngram"),
     "growth": GROWTH_POLICIES,
-    "verification": ("coupled",),
+    "verification": (COUPLED, *RULES),
     "kv_cache": ("auto",),
     "attention": ("auto", "sdpa", "eager"),
     "fallback": ("auto", "off"),
@@ -32,13 +33,14 @@ _INTEGERS: dict[str, tuple[int, int]] = {
     "max_nodes": (0, 4096),
     "max_depth": (1, 512),
     "max_children": (1, 512),
+    "random_children": (0, 2),
 }
 _SEED_LIMIT = 1 << 63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeConfig:
-    """How `generate(..., tree_config=...)` speculates. The text never depends on any field but `seed`.
+    """How `generate(..., tree_config=...)` speculates. Text depends on no field but `seed` and `verification`.
 
     Args:
         draft: where trees come from: ``"model"`` (the `assistant_model` of the call), ``"ngram"`` (the prompt and the
@@ -49,8 +51,12 @@ class TreeConfig:
         max_children: children of one node.
         growth: ``"best_first"`` keeps the nodes most likely to be accepted, ``"static"`` fills one fixed shape by
             rank, ``"dynamic"`` expands a few nodes a level and re-ranks at the end (EAGLE-2).
-        verification: ``"coupled"``: one Gumbel noise per position shared by draft and target. Greedy decoding is the
-            same rule without noise.
+        verification: how sampled tokens are verified; greedy decoding is the same for all. ``"coupled"``: one Gumbel
+            noise per position shared by draft and target, so that the text is that of plain decoding with the same
+            seed. The other rules of `hf_treespec.rules.RULES` draw and test independently: the text follows the
+            target's law, but is another one for other trees (and with ``fallback="auto"`` trees go by the clock).
+            ``"typical-lossy"`` does not follow it, and says so in a warning and in the statistics.
+        random_children: random ones among the children of a node, for the hybrid rules.
         kv_cache: ``"auto"``: the cache of the call, or the dynamic one that `generate` makes.
         attention: ``"auto"`` uses the model's own sdpa or eager attention; ``"sdpa"`` or ``"eager"`` switches the
             model for the call and back, for models loaded with an attention that takes no tree mask. The switch is in
@@ -73,7 +79,8 @@ class TreeConfig:
     max_depth: int = 8
     max_children: int = 4
     growth: str = "best_first"
-    verification: str = "coupled"
+    verification: str = COUPLED
+    random_children: int = 1
     kv_cache: str = "auto"
     attention: str = "auto"
     seed: int | None = None

@@ -21,6 +21,8 @@ class TreeStats:
 
     Attributes:
         draft: name of the draft source.
+        verification: rule by which sampled tokens were verified.
+        lossless: whether that rule keeps the target's law.
         batch_size: rows.
         prompt_tokens: real prompt tokens of all rows, padding not counted.
         new_tokens: tokens emitted to the rows, padding after a stop not counted.
@@ -28,6 +30,8 @@ class TreeStats:
         row_rounds: row rounds.
         round_tokens: tokens emitted by rounds.
         drafted_nodes: drafted nodes that the target scored.
+        expected_accepted: what `accepted_tokens` is in the mean over the coins of verification by independent draws,
+            with less noise than itself; 0 under coupled and greedy verification, which throw none.
         accepted_by_depth: `[d]` is how many row rounds accepted a node of depth d + 1.
         drafted_by_depth: `[d]` is how many row rounds offered a node of depth d + 1.
         plain_rounds: rounds without any drafted node.
@@ -42,6 +46,8 @@ class TreeStats:
     """
 
     draft: str = "none"
+    verification: str = "coupled"
+    lossless: bool = True
     batch_size: int = 0
     prompt_tokens: int = 0
     new_tokens: int = 0
@@ -49,6 +55,7 @@ class TreeStats:
     row_rounds: int = 0
     round_tokens: int = 0
     drafted_nodes: int = 0
+    expected_accepted: float = 0.0
     accepted_by_depth: list[int] = field(default_factory=list)
     drafted_by_depth: list[int] = field(default_factory=list)
     plain_rounds: int = 0

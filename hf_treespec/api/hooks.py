@@ -24,6 +24,7 @@ from hf_treespec.config import TreeConfig
 from hf_treespec.engine import Request, check_cache_of, check_path_settings, check_settings, generate_with_tree
 from hf_treespec.errors import TreeConfigError, UnsupportedCallError
 from hf_treespec.routes import Route
+from hf_treespec.rules import COUPLED, rule_named
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
@@ -123,6 +124,11 @@ def _validate_mode(
     if assistant is not None and not is_supported(assistant).route.by_paths:
         check_attention(assistant, config.attention)
     check_draft(model, config, assistant, mode_kwargs)
+    if generation_config.do_sample and config.verification != COUPLED and not rule_named(config.verification).lossless:
+        _compat.warn_once(
+            f"TreeConfig(verification={config.verification!r}) accepts tokens that the target finds typical: the text "
+            "does not follow the target's law. Every other rule does"
+        )
     if has_shared_outliers(model):
         _compat.warn_once(
             f"{type(model).__name__} has 8-bit layers with llm_int8_threshold > 0: tokens of one forward change each "

@@ -91,7 +91,8 @@ class SizePolicy:
             proposals = {row: (lengths[row], trees[row]) for row in group if row in lengths}
             if proposals:
                 log.add(emitted[next(iter(proposals))], limit, proposals, scored=size > 0)
-        return [tree.part(*self._measure.kept(tree, [size])) for tree in trees]
+        # What was drawn at random is never dropped.
+        return [tree if tree.sampled else tree.part(*self._measure.kept(tree, [size])) for tree in trees]
 
     def observe(self, *, trees: Sequence[TokenTree], seconds: float, texts: Mapping[int, Sequence[int]]) -> None:
         """Learn from a round.

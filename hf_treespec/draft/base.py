@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from hf_treespec.tree import TokenTree, TreeLimits
+from hf_treespec.verify import DraftLaws
 
 __all__ = ["Draft", "DraftRow"]
 
@@ -63,5 +64,13 @@ class Draft(Protocol):
 
         Args:
             paths: per row the accepted node indices, root first; empty for a row that did not advance.
+        """
+        ...
+
+    def laws(self, batch: int) -> DraftLaws | None:
+        """The laws that the random nodes of the trees last proposed were drawn from; None if there are none.
+
+        Args:
+            batch: rows.
         """
         ...

@@ -32,6 +32,12 @@ class Reader(Protocol):
         """Candidates per node."""
         ...
 
+    def sample(
+        self, row: int, position: int, nodes: Sequence[int], counts: Sequence[int], logits_RV: Tensor
+    ) -> list[list[Candidate]] | None:
+        """Random children per node of a row whose root has this position; None if children are ranked."""
+        ...
+
     def safe(self, token: int) -> int:
         """The token, or a stand-in that the model can read."""
         ...
@@ -168,6 +174,10 @@ class LevelReader:
         source = self._rows[row]
         # The child of a node of depth d takes position offset + len(tokens) + d.
         first = source.offset + len(source.tokens)
+        counts = [builder.wanted.get(node, self._children) for node in nodes]
+        drawn = self._reader.sample(row, first - 1, nodes, counts, logits)
+        if drawn is not None:
+            return drawn
         noise = [source.noise(first + builder.depths[n]) if source.noise else None for n in nodes]
         return self._reader.rank(logits, noise, self._children)
 

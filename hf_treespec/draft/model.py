@@ -22,8 +22,10 @@ from hf_treespec.attention import learned_position_limit
 from hf_treespec.cache import RowCache
 from hf_treespec.draft.base import DraftRow
 from hf_treespec.draft.levels import LevelReader
+from hf_treespec.draft.sampling import ChildSampler
 from hf_treespec.routes import Route
-from hf_treespec.tree import Candidate, TokenTree, TreeLimits, grow
+from hf_treespec.tree import Candidate, TokenTree, TreeLimits, grow, grow_adapted
+from hf_treespec.verify import DraftLaws
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessorList, PreTrainedModel
@@ -43,6 +45,7 @@ class ModelDraft:
         device: where the processors' tensors lie, if the draft may lie elsewhere.
         route: of the draft. If its model counts by slots, what it counts is to be corrected around all calls, see
             `hf_treespec.attention.counted_by_depth`.
+        sampler: draws children at random, for verification by independent draws; they are ranked without one.
     """
 
     name = "model"
@@ -57,6 +60,7 @@ class ModelDraft:
         processors: LogitsProcessorList | None = None,
         device: torch.device | None = None,
         route: Route = Route.MASK,
+        sampler: ChildSampler | None = None,
     ) -> None:
         self.model = model
         self.forward_seconds = 0.0
@@ -67,6 +71,7 @@ class ModelDraft:
         self._readable = _compat.embedding_rows(model)
         self._processors = processors
         self._device = device
+        self._sampler = sampler
         self._by_slots = not route.told_positions
         # Positions that a model counts itself it is not told.
         self._tells_positions = route is Route.MASK or (route is Route.ALIBI and _compat.accepts_position_ids(model))
@@ -82,6 +87,8 @@ class ModelDraft:
     def propose(self, rows: Sequence[DraftRow], limits: Sequence[TreeLimits]) -> list[TokenTree]:
         """One tree per row; see `Draft.propose`."""
         self.abandon()
+        if self._sampler is not None:
+            self._sampler.begin()
         roots = [row.tokens[-1] for row in rows]
         self.scores = [[0.0] for _ in rows]
         limits = [self._within_positions(row, limit) for row, limit in zip(rows, limits, strict=True)]
@@ -97,7 +104,10 @@ class ModelDraft:
         children = max(limit.max_children for limit in limits)
         self._pass = LevelReader(self, rows, self._rows, transaction, children, by_slots=self._by_slots, room=room)
         try:
-            grown = grow(roots, self._pass.expand, limits, self._growth)
+            if self._sampler is None:
+                grown = grow(roots, self._pass.expand, limits, self._growth)
+            else:
+                grown = grow_adapted(roots, self._pass.expand, limits)
         except BaseException:
             self.abandon()
             raise
@@ -185,11 +195,7 @@ class ModelDraft:
         Returns:
             Candidates per node.
         """
-        scores = logits_RV.to(torch.float32, copy=True)
-        if self._processors:
-            scores = scores.to(self._device)
-            ids = torch.zeros((scores.shape[0], 1), dtype=torch.long, device=scores.device)
-            scores = _compat.process_logits(self._processors, ids, scores)
+        scores = self._shaped(logits_RV)
         if any(n is not None for n in noise):
             rows = [scores.new_zeros(scores.shape[1]) if n is None else n[: scores.shape[1]].to(scores) for n in noise]
             scores = scores + torch.stack(rows)
@@ -200,3 +206,24 @@ class ModelDraft:
             [Candidate(token, conf) for token, conf in zip(ts, cs, strict=True) if conf > float("-inf")]
             for ts, cs in zip(tokens.tolist(), confidence.tolist(), strict=True)
         ]
+
+    def sample(
+        self, row: int, position: int, nodes: Sequence[int], counts: Sequence[int], logits_RV: Tensor
+    ) -> list[list[Candidate]] | None:
+        """Random children of nodes of a row whose root has this position, or None without a sampler."""
+        if self._sampler is None:
+            return None
+        return self._sampler.draw(row, position, nodes, counts, self._shaped(logits_RV).softmax(-1))
+
+    def laws(self, batch: int) -> DraftLaws | None:
+        """The laws that the random children of the trees last proposed were drawn from."""
+        return None if self._sampler is None else self._sampler.laws(batch)
+
+    def _shaped(self, logits_RV: Tensor) -> Tensor:
+        """Scores after the processors, float32."""
+        scores = logits_RV.to(torch.float32, copy=True)
+        if self._processors:
+            scores = scores.to(self._device)
+            ids = torch.zeros((scores.shape[0], 1), dtype=torch.long, device=scores.device)
+            scores = _compat.process_logits(self._processors, ids, scores)
+        return scores

@@ -28,6 +28,7 @@ from hf_treespec.draft.base import DraftRow
 from hf_treespec.draft.ngram_index import Match, NgramIndex
 from hf_treespec.errors import TreeConfigError
 from hf_treespec.tree import GROWTH_POLICIES, Candidate, TokenTree, TreeBuilder, TreeLimits, grow
+from hf_treespec.verify import DraftLaws
 
 __all__ = ["NgramDraft"]
 
@@ -111,6 +112,10 @@ class NgramDraft:
                 expander = _RowExpander(self, index, row.tokens, limit)
                 trees[place] = grow([row.tokens[-1]], expander, [limit], self.growth)[0][0]
         return trees
+
+    def laws(self, batch: int) -> DraftLaws | None:
+        """None: no node is random; see `Draft.laws`."""
+        return None
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Nothing to learn here: the accepted tokens are read from the rows at the next proposal."""

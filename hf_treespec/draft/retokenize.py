@@ -21,6 +21,7 @@ from hf_treespec.draft.codec import REPLACEMENT, TextCodec, shared_specials
 from hf_treespec.draft.mirror import Mirror
 from hf_treespec.draft.model import ModelDraft
 from hf_treespec.tree import TokenTree, TreeBuilder, TreeLimits
+from hf_treespec.verify import DraftLaws
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,6 +82,10 @@ class RetokenizedDraft:
             else TokenTree.root_only(row.tokens[-1])
             for row, mirror, tree, scores, limit in zip(rows, mirrors, trees, self._draft.scores, limits, strict=True)
         ]
+
+    def laws(self, batch: int) -> DraftLaws | None:
+        """None: no node is random; see `Draft.laws`."""
+        return None
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep what the draft has read of the settled text; see `Draft.commit`."""

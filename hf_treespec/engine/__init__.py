@@ -2,10 +2,11 @@
 
 from hf_treespec.engine.checks import check_cache_of, check_path_settings, check_settings
 from hf_treespec.engine.forward import TargetForward
-from hf_treespec.engine.loop import Request, generate_with_tree
+from hf_treespec.engine.loop import generate_with_tree
 from hf_treespec.engine.ordered import OrderedForward
 from hf_treespec.engine.paths import PathForward
 from hf_treespec.engine.prompt import Prompt
+from hf_treespec.engine.request import Request
 from hf_treespec.engine.target import cache_of, make_target, state_kwargs
 
 __all__ = [

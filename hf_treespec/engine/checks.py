@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_cache_of",
+    "check_independent",
     "check_inputs",
     "check_path_settings",
     "check_processors",
@@ -118,6 +119,25 @@ def check_processors(processors: Sequence[object], on_stateful: str) -> None:
             f"TreeConfig(on_stateful_processor='error') with logits processors of class {', '.join(odd)}, which are "
             "not known to be functions of their arguments; with on_stateful_processor='in_step' they are called once "
             "a token, in order, as plain decoding calls them"
+        )
+
+
+def check_independent(processors: Sequence[object], verification: str) -> None:
+    """Refuse processors that must be called once a token, for rules that need the law at all nodes of a tree.
+
+    Args:
+        processors: the list that `generate` prepared.
+        verification: name of the rule.
+
+    Raises:
+        UnsupportedCallError: naming their classes.
+    """
+    odd = sorted({type(p).__name__ for p in processors if not are_pure([p])})
+    if odd:
+        raise UnsupportedCallError(
+            f"TreeConfig(verification={verification!r}) with logits processors of class {', '.join(odd)}, which are "
+            "not known to be functions of their arguments: this rule needs the law at nodes that the text may never "
+            "visit. Leave verification at 'coupled', which calls them once a token"
         )
 
 

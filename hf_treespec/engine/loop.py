@@ -5,10 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from hf_treespec import _compat
@@ -20,74 +18,40 @@ from hf_treespec.cache import (
     restored_on_error,
     restored_state_on_error,
 )
-from hf_treespec.config import TreeConfig
 from hf_treespec.control import SizePolicy
-from hf_treespec.draft import Draft, ModelDraft, NgramDraft, RetokenizedDraft
-from hf_treespec.engine.checks import check_cache_of, check_inputs, check_processors, check_senses
+from hf_treespec.engine.checks import (
+    check_cache_of,
+    check_independent,
+    check_inputs,
+    check_processors,
+    check_senses,
+)
+from hf_treespec.engine.choice import Choice, make_draft
 from hf_treespec.engine.guidance import Guidance
 from hf_treespec.engine.ordered import only_plain, settled
 from hf_treespec.engine.outputs import KeptStates
 from hf_treespec.engine.prompt import Prompt
+from hf_treespec.engine.request import Request
 from hf_treespec.engine.round import RoundRunner
 from hf_treespec.engine.state import GrowingText, StopRules
 from hf_treespec.engine.synced import in_lockstep, refused_together
 from hf_treespec.engine.target import cache_of, make_target, positions_of
 from hf_treespec.errors import UnsupportedCallError
-from hf_treespec.routes import PathTraits, Route
+from hf_treespec.routes import Route
 from hf_treespec.stats import TreeStats
-from hf_treespec.verify import Decider, GumbelNoise, NodeScorer, are_length_free, are_pure, text_streams
+from hf_treespec.verify import (
+    NodeScorer,
+    are_length_free,
+    are_pure,
+)
 
 if TYPE_CHECKING:
     from transformers import (
-        GenerationConfig,
-        LogitsProcessorList,
         PreTrainedModel,
-        PreTrainedTokenizerBase,
-        StoppingCriteriaList,
     )
-    from transformers.generation.streamers import BaseStreamer
     from transformers.generation.utils import GenerateOutput
 
-__all__ = ["Request", "generate_with_tree"]
-
-
-@dataclass(slots=True, kw_only=True)
-class Request:
-    """What `generate` prepared for its decoding loop.
-
-    Args:
-        input_ids: int64 `[B, P]`, already expanded for `num_return_sequences`.
-        logits_processor: prepared list.
-        stopping_criteria: prepared list.
-        generation_config: prepared config of this call.
-        model_kwargs: the other arguments of the model.
-        tree_config: how to speculate.
-        assistant_model: draft model, if one was passed.
-        assistant_route: how trees enter the draft model.
-        assistant_position_modules: as `position_modules`, of the draft model.
-        streamer: already holds the prompt.
-        tokenizers: those of target and draft, if they differ.
-        synced_gpus: whether all ranks of the default process group must run the same forwards.
-        route: how trees enter the model.
-        position_modules: names of those that make embeddings of positions, for `Route.POSITION_HOOK`.
-        traits: what else is known of a model that reads trees path by path.
-    """
-
-    input_ids: Tensor
-    logits_processor: LogitsProcessorList
-    stopping_criteria: StoppingCriteriaList
-    generation_config: GenerationConfig
-    model_kwargs: dict[str, Any]
-    tree_config: TreeConfig
-    assistant_model: PreTrainedModel | None = None
-    streamer: BaseStreamer | None = None
-    tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None
-    synced_gpus: bool = False
-    route: Route = Route.MASK
-    position_modules: tuple[str, ...] = ()
-    assistant_route: Route = Route.MASK
-    assistant_position_modules: tuple[str, ...] = ()
-    traits: PathTraits = PathTraits()
+__all__ = ["generate_with_tree"]
 
 
 def generate_with_tree(
@@ -143,6 +107,8 @@ def _checked(model: PreTrainedModel, request: Request) -> Prompt:
     # Guidance that turns out to be no second stream is judged when that is known.
     others = [p for p in processors if type(p) is not _compat.GuidanceProcessor]
     check_processors(others, request.tree_config.on_stateful_processor)
+    if request.rule is not None:
+        check_independent(others, request.tree_config.verification)
     if request.route is Route.MASK:
         Guidance.check(model, processors, request.input_ids, prompt.last_positions)
     return prompt
@@ -218,14 +184,13 @@ def _decode(
     states = KeptStates(wanted_states, outputs, cache.layers) if wanted_states else None
     del outputs
     vocab = int(last_logits.shape[-1])
-    noise = _noise(config, vocab, device, prompt.known_tokens) if generation.do_sample else None
-    if noise is not None:
-        for row in text.draft_rows:
-            row.noise = _row_noise(noise, row.index)
-    decider = Decider(NodeScorer(processors, batch), noise)
-    draft = _make_draft(request, vocab)
+    choice = Choice.of(request, NodeScorer(processors, batch), vocab, prompt.known_tokens)
+    choice.show(text.draft_rows)
+    draft = make_draft(request, vocab, choice.sampler)
+    if request.rule is not None:
+        stats.verification, stats.lossless = request.rule.name, request.rule.lossless
     stats.draft = draft.name
-    tokens, scores = decider.choose(text, dict(enumerate(last_logits)))
+    tokens, scores = choice.decider.choose(text, dict(enumerate(last_logits)))
     text.emit(tokens, scores, dict(enumerate(last_logits)))
     stats.new_tokens += batch
     stats.prefill_seconds = time.perf_counter() - start
@@ -245,7 +210,7 @@ def _decode(
         cache=rows,
         draft=draft,
         policy=SizePolicy(
-            config.limits,
+            request.limits,
             fallback=config.fallback,
             cheap=draft.cheap,
             in_step=in_step,
@@ -253,8 +218,8 @@ def _decode(
             barred=barred,
             measure=forward.measure,
         ),
-        decider=decider,
-        noise=noise,
+        decider=choice.decider,
+        noise=choice.noise,
         stats=stats,
         in_step=in_step,
         position_limit=position_limit,
@@ -263,6 +228,7 @@ def _decode(
         states=states,
         batched_choice=device.type != "cpu" and not keep_scores and are_length_free(processors),
         guidance=guidance,
+        independent=choice.independent,
     )
     wanted = wants_dict or _compat.is_user_defined(cache)
     try:
@@ -287,37 +253,3 @@ def _decode(
         encoder_decoder=_compat.is_encoder_decoder(model),
     )
     return output
-
-
-def _noise(config: TreeConfig, vocab: int, device: torch.device, prompts: list[list[int]]) -> GumbelNoise:
-    # Drawn once from the global generator, so that `torch.manual_seed` governs the text.
-    seed = config.seed if config.seed is not None else int(torch.randint(2**63 - 1, ()))
-    return GumbelNoise(seed, vocab, device, text_streams(prompts))
-
-
-def _row_noise(noise: GumbelNoise, row: int) -> Callable[[int], Tensor]:
-    return lambda position: noise.at(row, position)
-
-
-def _make_draft(request: Request, vocab: int) -> Draft:
-    config = request.tree_config
-    assistant = request.assistant_model
-    if config.draft == "ngram" or assistant is None:
-        return NgramDraft(growth=config.growth)
-    if request.tokenizers is not None:
-        vocab_size = _compat.vocabulary_size(assistant)
-        own = ModelDraft(assistant, growth=config.growth, vocab_size=vocab_size, route=request.assistant_route)
-        return RetokenizedDraft(own, *request.tokenizers, vocab_size=vocab)
-    processors = None
-    if request.generation_config.do_sample:
-        # The draft's law is shaped by the processors that need no prefix; the others only cost acceptance.
-        shaping = [p for p in request.logits_processor if are_length_free([p])]
-        processors = type(request.logits_processor)(shaping)
-    return ModelDraft(
-        assistant,
-        growth=config.growth,
-        vocab_size=vocab,
-        processors=processors,
-        device=request.input_ids.device,
-        route=request.assistant_route,
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from hf_treespec.engine.outputs import KeptStates
 from hf_treespec.engine.state import GrowingText
 from hf_treespec.stats import TreeStats
 from hf_treespec.tree import TokenTree, TreeLimits
-from hf_treespec.verify import Decider, GumbelNoise, walk_trees
+from hf_treespec.verify import Decider, GumbelNoise, IndependentDecider, follow_paths, walk_trees
 
 __all__ = ["RoundRunner"]
 
@@ -54,6 +54,7 @@ class RoundRunner:
         batched_choice: choose at all nodes on the device in one go.
         states: hidden states and attentions that the call asks for; rows must be in step.
         guidance: the unconditional stream of the call, or None.
+        independent: decides rounds with trees by independent draws; None for the walk.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class RoundRunner:
         batched_choice: bool,
         states: KeptStates | None = None,
         guidance: Guidance | None = None,
+        independent: IndependentDecider | None = None,
     ) -> None:
         self._text = text
         self._forward = forward
@@ -92,6 +94,7 @@ class RoundRunner:
         self._batched_choice = batched_choice
         self._states = states
         self._guidance = guidance
+        self._independent = independent
 
     def run(self) -> None:
         """One round of all rows that have not ended; in step the ended ones follow with padding."""
@@ -197,7 +200,9 @@ class RoundRunner:
             walked = time.perf_counter()
             choices = None
             device = self._text.device
-            if self._batched_choice and all(self._drafts(row) for row in rows):
+            # Rounds without trees too: a row's numbers must not depend on whether its neighbours have one.
+            by_draws = self._independent is not None
+            if not by_draws and self._batched_choice and all(self._drafts(row) for row in rows):
                 choices = self._decider.choose_all(self._text, logits, trees)
 
             def logits_at(row: int, node: int) -> Tensor:
@@ -205,15 +210,18 @@ class RoundRunner:
                     guidance.stand(row, node)
                 return logits[row, node].to(device)
 
-            paths = walk_trees(
-                self._text,
-                trees,
-                logits_at,
-                self._decider,
-                rows,
-                in_step=self._in_step,
-                choices=choices,
-            )
+            if by_draws:
+                paths = self._follow(trees, rows, logits, logits_at, stats)
+            else:
+                paths = walk_trees(
+                    self._text,
+                    trees,
+                    logits_at,
+                    self._decider,
+                    rows,
+                    in_step=self._in_step,
+                    choices=choices,
+                )
             slots = self._forward.slots(paths)
             if self._states is not None and isinstance(self._cache, RowCache):
                 self._states.keep(slots, self._cache)
@@ -229,3 +237,30 @@ class RoundRunner:
         stats.verify_seconds += verified - walked
         stats.commit_seconds += time.perf_counter() - verified
         return paths
+
+    def _follow(
+        self,
+        trees: Sequence[TokenTree],
+        rows: Sequence[int],
+        logits_BNV: Tensor,
+        logits_at: Callable[[int, int], Tensor],
+        stats: TreeStats,
+    ) -> list[list[int]]:
+        """Decide the round by independent draws, and emit what it came to."""
+        assert self._independent is not None
+
+        def stand(row: int, node: int) -> None:
+            if self._guidance is not None:
+                self._guidance.stand(row, node)
+
+        outcome = self._independent.decide(
+            self._text, trees, logits_BNV.to(self._text.device), self._draft.laws(len(trees)), stand
+        )
+        for row in rows:
+            pad = self._text.forced_token(row)
+            if pad is not None:
+                outcome.paths[row][:] = range(len(trees[row]))
+                outcome.last[row] = pad
+            else:
+                stats.expected_accepted += outcome.expected[row]
+        return follow_paths(self._text, trees, outcome, logits_at, rows, in_step=self._in_step)

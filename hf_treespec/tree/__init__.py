@@ -2,7 +2,7 @@
 
 from hf_treespec.tree.align import align_trees
 from hf_treespec.tree.codec import shape_from_json, shape_to_json, tree_from_json, tree_to_json
-from hf_treespec.tree.growth import GROWTH_POLICIES, Candidate, Expander, grow
+from hf_treespec.tree.growth import GROWTH_POLICIES, Candidate, Expander, grow, grow_adapted
 from hf_treespec.tree.layout import TreeLayout, layout_trees, pack_bits, unpack_words
 from hf_treespec.tree.measure import NODES, PATHS, Measure
 from hf_treespec.tree.shapes import best_first_shape, rank_acceptance
@@ -22,6 +22,7 @@ __all__ = [
     "align_trees",
     "best_first_shape",
     "grow",
+    "grow_adapted",
     "layout_trees",
     "pack_bits",
     "rank_acceptance",

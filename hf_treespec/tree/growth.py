@@ -14,16 +14,23 @@ from hf_treespec.errors import TreeConfigError
 from hf_treespec.tree.shapes import best_first_shape
 from hf_treespec.tree.topology import TokenTree, TreeBuilder, TreeLimits
 
-__all__ = ["GROWTH_POLICIES", "Candidate", "Expander", "grow"]
+__all__ = ["GROWTH_POLICIES", "Candidate", "Expander", "grow", "grow_adapted"]
 
 GROWTH_POLICIES = ("static", "best_first", "dynamic")
 
 
 class Candidate(NamedTuple):
-    """One proposed child: its token and the natural log of the confidence that the target agrees (<= 0)."""
+    """One proposed child.
+
+    Attributes:
+        token: its id.
+        log_confidence: natural log of the confidence that the target agrees (<= 0).
+        sampled: whether it was drawn at random.
+    """
 
     token: int
     log_confidence: float
+    sampled: bool = False
 
 
 class Expander(Protocol):
@@ -117,3 +124,53 @@ def _grow_static(builders: Sequence[TreeBuilder], expand: Expander, limits: Sequ
                     rank = shape.tokens[child]
                     if rank < len(cands):
                         done[child] = builder.add(done[node], cands[rank].token, cands[rank].log_confidence)
+
+
+def grow_adapted(
+    roots: Sequence[int], expand: Expander, limits: Sequence[TreeLimits]
+) -> list[tuple[TokenTree, list[int]]]:
+    """Grow trees whose children may be drawn at random: what has been drawn is never dropped or reordered.
+
+    Each level of the fixed best-first shape is dealt out to the nodes that were drawn so far, its largest subtrees to
+    the most promising ones. So every decision comes before the draws that it is about, as lossless verification by
+    independent draws requires.
+
+    Args:
+        roots: root token per row.
+        expand: source of candidates; it finds how many children are wanted in `TreeBuilder.wanted`.
+        limits: budget per row.
+
+    Returns:
+        As `grow`.
+    """
+    builders = [TreeBuilder(token) for token in roots]
+    shapes = [best_first_shape(limit) for limit in limits]
+    sizes = [_subtree_sizes(shape) for shape in shapes]
+    levels = [[0] for _ in builders]
+    for depth in range(max(shape.max_depth for shape in shapes)):
+        frontier = []
+        for builder, shape, size, nodes in zip(builders, shapes, sizes, levels, strict=True):
+            places = sorted((n for n in range(len(shape)) if shape.depths[n] == depth), key=lambda n: -size[n])
+            best = sorted(nodes, key=lambda n: (-builder.scores[n], n))
+            # At most as many nodes were drawn as the shape has.
+            builder.wanted = {node: len(shape.children(place)) for node, place in zip(best, places, strict=False)}
+            frontier.append(sorted(node for node, count in builder.wanted.items() if count))
+        if not any(frontier):
+            break
+        found = expand(builders, frontier)
+        levels = [
+            [
+                builder.add(node, cand.token, cand.log_confidence, sampled=cand.sampled)
+                for node, cands in zip(nodes, children, strict=True)
+                for cand in cands[: builder.wanted[node]]
+            ]
+            for builder, nodes, children in zip(builders, frontier, found, strict=True)
+        ]
+    return [builder.freeze() for builder in builders]
+
+
+def _subtree_sizes(tree: TokenTree) -> list[int]:
+    sizes = [1] * len(tree)
+    for node in range(len(tree) - 1, 0, -1):
+        sizes[tree.parents[node]] += sizes[node]
+    return sizes

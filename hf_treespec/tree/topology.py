@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from hf_treespec.errors import TreeConfigError
+from hf_treespec.errors import TreeConfigError, TreeSpecError
 
 __all__ = ["TokenTree", "TreeBuilder", "TreeLimits"]
 
@@ -49,6 +49,8 @@ class TokenTree:
         parents: parent index per node; -1 for the root, and `parents[i] < i`.
         scores: natural log of the estimated probability that the target accepts the node, never larger than that of
             its parent; None if the draft has no idea. Not part of what makes two trees equal.
+        sampled: nodes whose tokens were drawn at random, as verification by independent draws may ask for. Siblings
+            come in the order of the draws, and draws may repeat a token.
 
     Raises:
         TreeConfigError: if the arrays do not form such a tree, or two siblings carry the same token.
@@ -57,8 +59,10 @@ class TokenTree:
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
     scores: tuple[float, ...] | None = field(default=None, repr=False, compare=False)
+    sampled: frozenset[int] = frozenset()
     depths: tuple[int, ...] = field(init=False, repr=False)
     _children: tuple[dict[int, int], ...] = field(init=False, repr=False, compare=False)
+    _siblings: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.tokens or len(self.tokens) != len(self.parents) or self.parents[0] != -1:
@@ -68,17 +72,21 @@ class TokenTree:
             )
         depths = [0]
         children: list[dict[int, int]] = [{}]
+        siblings: list[list[int]] = [[]]
         for node in range(1, len(self.tokens)):
             parent, token = self.parents[node], self.tokens[node]
             if not 0 <= parent < node:
                 raise TreeConfigError(f"parents[{node}]={parent} must lie in [0, {node}): parents come first")
-            if token in children[parent]:
+            if token in children[parent] and not {node, children[parent][token]} <= self.sampled:
                 raise TreeConfigError(f"node {node}: token {token} is already a child of node {parent}")
-            children[parent][token] = node
+            children[parent].setdefault(token, node)
             children.append({})
+            siblings[parent].append(node)
+            siblings.append([])
             depths.append(depths[parent] + 1)
         object.__setattr__(self, "depths", tuple(depths))
         object.__setattr__(self, "_children", tuple(children))
+        object.__setattr__(self, "_siblings", tuple(map(tuple, siblings)))
 
     @classmethod
     def root_only(cls, token: int) -> TokenTree:
@@ -104,12 +112,12 @@ class TokenTree:
         return max(self.depths)
 
     def child(self, node: int, token: int) -> int | None:
-        """Index of the child of `node` that carries `token`, or None."""
+        """Index of the first child of `node` that carries `token`, or None."""
         return self._children[node].get(token)
 
     def children(self, node: int) -> tuple[int, ...]:
         """Children of `node` in the order in which they were added."""
-        return tuple(self._children[node].values())
+        return self._siblings[node]
 
     def by_rank(self) -> list[int]:
         """Drafted nodes, the most promising first; any number of them from the front forms a tree with the root.
@@ -121,13 +129,19 @@ class TokenTree:
         return _by_score(self.scores, self.depths)
 
     def best(self, count: int) -> TokenTree:
-        """The tree of the `count` most promising drafted nodes."""
+        """The tree of the `count` most promising drafted nodes; see `part`."""
         return self.part(self.by_rank()[:count])
 
     def part(self, nodes: Sequence[int]) -> TokenTree:
-        """The tree of the root and some drafted nodes, each with all of its ancestors."""
+        """The tree of the root and some drafted nodes, each with all of its ancestors.
+
+        Raises:
+            TreeSpecError: if that would drop one of several draws by its outcome, which biases the text.
+        """
         if len(nodes) == self.drafted:
             return self
+        if self.sampled:
+            raise TreeSpecError(f"a tree with {len(self.sampled)} sampled nodes cannot be cut to {len(nodes)}")
         kept = [0, *sorted(nodes)]
         place = {node: i for i, node in enumerate(kept)}
         return TokenTree(
@@ -160,7 +174,7 @@ class TreeBuilder:
         root: token id of the root.
     """
 
-    __slots__ = ("children", "depths", "parents", "scores", "tokens")
+    __slots__ = ("children", "depths", "parents", "sampled", "scores", "tokens", "wanted")
 
     def __init__(self, root: int) -> None:
         self.tokens = [root]
@@ -168,13 +182,18 @@ class TreeBuilder:
         self.depths = [0]
         self.scores = [0.0]
         self.children: list[list[int]] = [[]]
+        self.sampled: set[int] = set()
+        # Children wanted of each node of the next level, where that is settled before they are drawn.
+        self.wanted: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def add(self, parent: int, token: int, log_confidence: float) -> int:
+    def add(self, parent: int, token: int, log_confidence: float, *, sampled: bool = False) -> int:
         """Append a child and return its index."""
         node = len(self.tokens)
+        if sampled:
+            self.sampled.add(node)
         self.tokens.append(token)
         self.parents.append(parent)
         self.depths.append(self.depths[parent] + 1)
@@ -188,9 +207,16 @@ class TreeBuilder:
         return sorted(_by_score(self.scores, self.depths)[:count])
 
     def freeze(self, nodes: Iterable[int] | None = None) -> tuple[TokenTree, list[int]]:
-        """The tree of the root and `nodes` (default: all), and the builder index of each of its nodes."""
+        """The tree of the root and `nodes` (default: all), and the builder index of each of its nodes.
+
+        Raises:
+            TreeSpecError: if that would drop one of several draws by its outcome, which biases the text.
+        """
+        if nodes is not None and self.sampled and len(set(nodes := list(nodes))) < len(self) - 1:
+            raise TreeSpecError(f"a tree with {len(self.sampled)} sampled nodes cannot be pruned")
         kept = [0, *(range(1, len(self)) if nodes is None else sorted(nodes))]
         place = {node: i for i, node in enumerate(kept)}
         parents = tuple(-1 if node == 0 else place[self.parents[node]] for node in kept)
         scores = tuple(self.scores[node] for node in kept)
-        return TokenTree(tuple(self.tokens[node] for node in kept), parents, scores), kept
+        tokens = tuple(self.tokens[node] for node in kept)
+        return TokenTree(tokens, parents, scores, frozenset(place[node] for node in self.sampled)), kept

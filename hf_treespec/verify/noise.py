@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["GumbelNoise", "text_streams"]
+__all__ = ["GumbelNoise", "RoundNoise", "text_streams"]
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
@@ -70,6 +70,38 @@ def _shift_xor_(bits: Tensor, shift: int, scratch: Tensor) -> Tensor:
     return bits.bitwise_xor_(scratch)
 
 
+class _Lanes:
+    """Random numbers of one stream: lane i is the i-th output of the generator.
+
+    Args:
+        count: lanes.
+        device: where they are made.
+    """
+
+    def __init__(self, count: int, device: torch.device | str) -> None:
+        self.count = count
+        self.device = torch.device(device)
+        self.dtype = torch.float32 if self.device.type == "mps" else torch.float64
+        self._counters = torch.arange(1, count + 1, device=self.device) * _signed(_GAMMA)
+
+    def uniform(self, key: int) -> Tensor:
+        """In (0, 1), from 52 random bits each; 23 where there is no float64."""
+        bits = self._counters + _signed(key)
+        scratch = torch.empty_like(bits)
+        _shift_xor_(bits, 30, scratch).mul_(_signed(_MIX1))
+        _shift_xor_(bits, 27, scratch).mul_(_signed(_MIX2))
+        _shift_xor_(bits, 31, scratch)
+        # 52 bits and a half: the largest value still differs from 1 in float64, so that no log is infinite.
+        bits.bitwise_right_shift_(12).bitwise_and_((1 << 52) - 1)
+        if self.dtype == torch.float64:
+            return bits.double().add_(0.5).mul_(2.0**-52)
+        return bits.bitwise_right_shift_(29).float().add_(0.5).mul_(2.0**-23)
+
+    def gumbel(self, key: int) -> Tensor:
+        """Standard Gumbel."""
+        return self.uniform(key).log_().neg_().log_().neg_()
+
+
 class GumbelNoise:
     """Standard Gumbel noise keyed by (seed, stream of the row, position).
 
@@ -94,9 +126,9 @@ class GumbelNoise:
         self.seed = seed
         self._streams = streams
         self.vocab_size = vocab_size
-        self._device = torch.device(device)
-        self.dtype = torch.float32 if self._device.type == "mps" else torch.float64
-        self._counters = torch.arange(1, vocab_size + 1, device=self._device) * _signed(_GAMMA)
+        self._lanes = _Lanes(vocab_size, device)
+        self.device = self._lanes.device
+        self.dtype = self._lanes.dtype
         self._kept: dict[tuple[int, int], Tensor] = {}
 
     def at(self, row: int, position: int) -> Tensor:
@@ -104,25 +136,51 @@ class GumbelNoise:
         place = (row, position)
         noise = self._kept.get(place)
         if noise is None:
-            stream = row if self._streams is None else self._streams[row]
-            noise = self._kept[place] = self._make(_key(self.seed, stream, position))
+            noise = self._kept[place] = self._lanes.gumbel(_key(self.seed, self.stream(row), position))
         return noise
+
+    def stream(self, row: int) -> int:
+        """Key of the row's stream."""
+        return row if self._streams is None else self._streams[row]
 
     def forget(self, row: int, position: int) -> None:
         """Drop what is kept of `row` before `position`."""
         for place in [p for p in self._kept if p[0] == row and p[1] < position]:
             del self._kept[place]
 
-    def _make(self, key: int) -> Tensor:
-        bits = self._counters + _signed(key)
-        scratch = torch.empty_like(bits)
-        _shift_xor_(bits, 30, scratch).mul_(_signed(_MIX1))
-        _shift_xor_(bits, 27, scratch).mul_(_signed(_MIX2))
-        _shift_xor_(bits, 31, scratch)
-        # 52 bits and a half: the largest value still differs from 1 in float64, so that no log is infinite.
-        bits.bitwise_right_shift_(12).bitwise_and_((1 << 52) - 1)
-        if self.dtype == torch.float64:
-            uniform = bits.double().add_(0.5).mul_(2.0**-52)
-            return uniform.log_().neg_().log_().neg_()
-        uniform = bits.bitwise_right_shift_(29).float().add_(0.5).mul_(2.0**-23)
-        return uniform.log_().neg_().log_().neg_()
+
+_DRAFT, _COIN, _LAST = 1, 2, 3
+
+
+class RoundNoise:
+    """Independent random numbers of verification by independent draws, none of which is used twice.
+
+    Keyed by (seed, stream of the row, position of the root, purpose, node, draw): rounds of a row begin at different
+    positions. So a row's text depends on neither its place in the batch nor its neighbours.
+
+    Args:
+        noise: gives seed, streams, vocabulary and device; its own numbers are others.
+    """
+
+    def __init__(self, noise: GumbelNoise) -> None:
+        self._noise = noise
+        self.dtype = noise.dtype
+        self._lanes = _Lanes(noise.vocab_size, noise.device)
+        self._coins = _Lanes(64, noise.device)
+
+    def _key(self, row: int, position: int, *parts: int) -> int:
+        return _key(self._noise.seed, self._noise.stream(row), position, *parts)
+
+    def of_child(self, row: int, position: int, node: int, draw: int) -> Tensor:
+        """Gumbel noise `[V]` for a draw among the children of `node`; `position` is that of the root."""
+        return self._lanes.gumbel(self._key(row, position, _DRAFT, node, draw))
+
+    def of_last(self, row: int, position: int) -> Tensor:
+        """Gumbel noise `[V]` for the token behind the last accepted node."""
+        return self._lanes.gumbel(self._key(row, position, _LAST))
+
+    def coins(self, row: int, position: int, count: int) -> Tensor:
+        """Uniform numbers `[count]`, one for each node; the first ones do not depend on `count`."""
+        if count > self._coins.count:
+            self._coins = _Lanes(2 * count, self._noise.device)
+        return self._coins.uniform(self._key(row, position, _COIN))[:count]

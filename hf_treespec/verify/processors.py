@@ -9,13 +9,14 @@ Shapes: B batch rows, L text length with padding, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from hf_treespec import _compat
+from hf_treespec.tree import TokenTree
 from hf_treespec.verify.guidance import NodeGuidance
 
 if TYPE_CHECKING:
@@ -99,3 +100,43 @@ class NodeScorer:
             return logits
         ids = buffer.text(1)[:1].expand(logits.shape[0], 1)
         return _compat.process_logits(self._processors, ids, logits)
+
+    def tree_scores(
+        self,
+        logits_BNV: Tensor,
+        trees: Sequence[TokenTree],
+        lengths: Sequence[int],
+        buffer: TextBuffer,
+        stand: Callable[[int, int], None],
+    ) -> Tensor:
+        """Processed scores of all nodes, each on its own prefix; for `are_pure` lists.
+
+        Args:
+            logits_BNV: raw logits.
+            trees: one per row.
+            lengths: per row the text length with the root.
+            buffer: the text.
+            stand: told which (row, node) a call is about.
+
+        Returns:
+            float32 `[B, N, V]`.
+        """
+        batch, nodes, vocab = logits_BNV.shape
+        if not self._processors or self._length_free:
+            return self.flat_scores(logits_BNV.reshape(-1, vocab), buffer).view(batch, nodes, vocab)
+        scores_BNV = logits_BNV.to(torch.float32, copy=True)
+        for node in range(nodes):
+            ends = {row: lengths[row] + tree.depths[node] for row, tree in enumerate(trees) if node < len(tree)}
+            for end in sorted(set(ends.values())):
+                here = [row for row in ends if ends[row] == end]
+                ids = buffer.text(end).clone()
+                for row in here:
+                    stand(row, node)
+                    path = trees[row].path_tokens(node)
+                    ids[row, end - len(path) :] = torch.tensor(path, device=ids.device)
+                # Processors may index by row: the others lend a copy of some logits.
+                stacked = torch.stack([logits_BNV[row if row in here else here[0], node] for row in range(batch)])
+                processed = _compat.process_logits(self._processors, ids, stacked.float())
+                for row in here:
+                    scores_BNV[row, node] = processed[row]
+        return scores_BNV

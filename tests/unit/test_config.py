@@ -22,16 +22,31 @@ from hf_treespec.tree import TreeLimits
 CHOICES: dict[str, tuple[str, ...]] = {
     "draft": ("auto", "model", "ngram"),
     "growth": ("static", "best_first", "dynamic"),
-    "verification": ("coupled",),
+    "verification": (
+        "coupled",
+        "naive",
+        "rrs",
+        "rrs-joint",
+        "rrsw",
+        "traversal",
+        "block",
+        "hybrid",
+        "hybrid-joint",
+        "kseq",
+        "typical-lossy",
+    ),  # fmt: skip
     "kv_cache": ("auto",),
     "attention": ("auto", "sdpa", "eager"),
     "fallback": ("auto", "off"),
     "on_stateful_processor": ("in_step", "error"),
 }
-RANGES = {"max_nodes": (0, 4096), "max_depth": (1, 512), "max_children": (1, 512), "seed": (0, 2**63 - 1)}
+RANGES = {
+    "max_nodes": (0, 4096), "max_depth": (1, 512), "max_children": (1, 512), "random_children": (0, 2),
+    "seed": (0, 2**63 - 1),
+}  # fmt: skip
 OTHER = TreeConfig(
     draft="ngram", max_nodes=7, max_depth=3, max_children=2, growth="dynamic", attention="eager", seed=2**63 - 1,
-    fallback="off", on_stateful_processor="error",
+    fallback="off", on_stateful_processor="error", verification="hybrid-joint", random_children=2,
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_treespec.verify import GumbelNoise, text_streams
+from measures import chi_square
 
 WORD = (1 << 64) - 1
 GAMMA = 0x9E3779B97F4A7C15
@@ -81,7 +82,7 @@ def test_the_outermost_bits_give_the_outermost_finite_values(bits: int, dtype: t
     # A position whose first lane has just these bits.
     position = state_whose_first_output_is(state_whose_first_output_is(bits)) - stream_key(5, 0) & WORD
     noise = GumbelNoise(5, 3)
-    noise.dtype = dtype  # float32 is what devices without float64 get
+    noise._lanes.dtype = dtype  # float32 is what devices without float64 get
     value = float(noise.at(0, position)[0])
     digits = 53 if dtype == torch.float64 else 24
     rarest = -math.log(-math.log1p(-(2.0**-digits))) if bits else -math.log(digits * math.log(2))
@@ -90,7 +91,7 @@ def test_the_outermost_bits_give_the_outermost_finite_values(bits: int, dtype: t
 
 def test_float32_noise_is_the_same_noise_on_a_coarser_grid() -> None:
     coarse = GumbelNoise(3, 10_000)
-    coarse.dtype = torch.float32
+    coarse._lanes.dtype = torch.float32
     fine = GumbelNoise(3, 10_000).at(2, 9)
     # In the probability domain the two differ by at most half a step of each grid, plus float32 rounding.
     off = (torch.exp(-torch.exp(-coarse.at(2, 9).double())) - torch.exp(-torch.exp(-fine))).abs().max()
@@ -196,6 +197,83 @@ def test_neighbours_are_not_correlated() -> None:
         # Of the values, and of their distance from the middle, which shows common size without common sign.
         for what in (pair, (pair - 0.5).abs()):
             assert abs(float(torch.corrcoef(what)[0, 1])) < 4 / math.sqrt(n), name
+
+
+def uniform(noise: Tensor) -> Tensor:
+    return torch.exp(-torch.exp(-noise))
+
+
+@pytest.mark.parametrize("differ", ["position", "row", "seed", "far position", "neighbouring lane"])
+def test_pairs_of_values_fill_the_square_evenly(differ: str) -> None:
+    """Independence beyond correlation: 16 x 16 cells of two values whose places differ in one thing."""
+    lanes, cells = 4_000, 16
+    counts = torch.zeros(cells * cells)
+    for place in range(60):
+        here = GumbelNoise(5, lanes).at(3, place)
+        there = {
+            "position": lambda: GumbelNoise(5, lanes).at(3, place + 1),  # noqa: B023
+            "row": lambda: GumbelNoise(5, lanes).at(4, place),  # noqa: B023
+            "seed": lambda: GumbelNoise(6, lanes).at(3, place),  # noqa: B023
+            "far position": lambda: GumbelNoise(5, lanes).at(3, place + 2**32),  # noqa: B023
+            "neighbouring lane": lambda: here.roll(1),  # noqa: B023
+        }[differ]()
+        pair = [(uniform(noise) * cells).long().clamp(max=cells - 1) for noise in (here, there)]
+        counts += torch.bincount(pair[0] * cells + pair[1], minlength=cells * cells)
+    p, freedom = chi_square(counts.tolist(), [1 / cells**2] * cells**2)
+    assert freedom == 255 and p > 1e-4
+
+
+def test_one_lane_over_positions_is_as_random_as_one_position_over_lanes() -> None:
+    noise = GumbelNoise(31, 3)
+    values = uniform(torch.stack([noise.at(0, position)[1] for position in range(20_000)]))
+    counts = torch.bincount((values * 50).long(), minlength=50)
+    assert chi_square(counts.tolist(), [1 / 50] * 50)[0] > 1e-4
+    runs = (values[1:] > values[:-1]).long()
+    # Of three values in a row, each of the six orders is as likely.
+    triples = values[: len(values) // 3 * 3].view(-1, 3)
+    orders = (triples.argsort(-1) * torch.tensor([9, 3, 1])).sum(-1)
+    kinds = orders.unique(return_counts=True)[1].tolist()
+    assert len(kinds) == 6 and chi_square(kinds, [1 / 6] * 6)[0] > 1e-4
+    assert abs(float(runs.float().mean()) - 0.5) < 4 * math.sqrt(1 / 12 / len(runs))
+
+
+def test_resolution_is_finer_than_32_bits() -> None:
+    """What lies below the 32nd bit of the uniform numbers is random too: no cell of it is preferred."""
+    values = uniform(torch.cat([GumbelNoise(8, 100_000).at(row, 0) for row in range(2)]))
+    # Where the double logarithm of float64 keeps these bits.
+    values = values[(values > 0.2) & (values < 0.5)]
+    below = values * 2.0**32 % 1.0
+    counts = torch.bincount((below * 32).long(), minlength=32)
+    assert chi_square(counts.tolist(), [1 / 32] * 32)[0] > 1e-4
+    # A grid of 24 bits has 2^24 values: a million draws would repeat tens of thousands of them.
+    million = GumbelNoise(2, MILLION).at(0, 0)
+    assert million.unique().numel() == MILLION
+
+
+def test_both_tails_are_as_heavy_as_they_should_be() -> None:
+    values = torch.cat([GumbelNoise(seed, MILLION).at(0, 0) for seed in (11, 12)])
+    n = values.numel()
+    for level in (1e-2, 1e-3, 1e-4, 1e-5):
+        upper = -math.log(-math.log1p(-level))
+        lower = -math.log(-math.log(level))
+        for count in (int((values > upper).sum()), int((values < lower).sum())):
+            assert abs(count - n * level) < 4 * math.sqrt(n * level) + 1, level
+
+
+def test_rare_tokens_win_as_often_as_they_should() -> None:
+    """A token of probability 2^-20 among others; on a coarse grid it would win too seldom or too often."""
+    rare, wanted = 2.0**-12, 2.0**-20
+    lanes = int(rare / wanted)
+    # Each of 256 rare tokens has 2^-20; together 2^-12.
+    law = torch.full((lanes + 1,), wanted, dtype=torch.float64)
+    law[0] = 1 - rare
+    draws, wins = 60_000, 0
+    block = 20
+    noise = GumbelNoise(55, block * len(law))
+    for position in range(draws // block):
+        tokens = (law.log() + noise.at(0, position).view(block, -1)).argmax(-1)
+        wins += int((tokens > 0).sum())
+    assert abs(wins - draws * rare) < 4 * math.sqrt(draws * rare)
 
 
 def test_streams_follow_the_prompt_and_tell_copies_apart() -> None:

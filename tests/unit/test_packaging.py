@@ -81,7 +81,7 @@ def test_no_module_lies_outside_a_package() -> None:
 def test_every_floor_of_the_contract_exists() -> None:
     contracts = {contract["id"]: contract for contract in PYPROJECT["tool"]["importlinter"]["contracts"]}
     floors = [room.strip() for layer in contracts["floors"]["layers"] for room in layer.split("|")]
-    assert len(floors) == 14
+    assert len(floors) == 15
     for floor in floors:
         place = ROOT / floor.replace(".", "/")
         assert place.with_suffix(".py").is_file() or (place / "__init__.py").is_file(), floor
@@ -237,7 +237,9 @@ def test_only_compat_uses_private_names_of_transformers() -> None:
 def test_evals_use_the_public_interface_only() -> None:
     imports = re.compile(r"^\s*(?:from|import)\s+(hf_treespec\.[\w.]+|treespec_kernels[\w.]*)", re.MULTILINE)
     assert imports.search("    from hf_treespec.engine import x")
-    found = [f"{relative(path)}: {name}" for path in EVALS for name in imports.findall(path.read_text())]
+    # Known bugs are patches on the inside.
+    others = [path for path in EVALS if path.name not in ("mutants.py", "mutant_patches.py")]
+    found = [f"{relative(path)}: {name}" for path in others for name in imports.findall(path.read_text())]
     assert EVALS and not found
 
 

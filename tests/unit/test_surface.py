@@ -43,6 +43,7 @@ def test_fields_of_a_config_in_order() -> None:
         "max_children",
         "growth",
         "verification",
+        "random_children",
         "kv_cache",
         "attention",
         "seed",
@@ -54,6 +55,8 @@ def test_fields_of_a_config_in_order() -> None:
 def test_keys_of_the_statistics() -> None:
     assert list(TreeStats().to_dict()) == [
         "draft",
+        "verification",
+        "lossless",
         "batch_size",
         "prompt_tokens",
         "new_tokens",
@@ -61,6 +64,7 @@ def test_keys_of_the_statistics() -> None:
         "row_rounds",
         "round_tokens",
         "drafted_nodes",
+        "expected_accepted",
         "accepted_by_depth",
         "drafted_by_depth",
         "plain_rounds",

@@ -1,0 +1,180 @@
+"""Does the text follow the target's law? The verdict on real texts, on your own model.
+
+    python evals/distribution.py --config configs/evals/smollm2.yaml
+    python evals/distribution.py --config configs/evals/smollm2.yaml --inject M07
+    accelerate launch --num_processes 2 --cpu evals/distribution.py --config configs/evals/smollm2.yaml
+
+Texts are generated under every rule, and the target reads each of them once more: its conditional laws are the null
+hypothesis, so no reference samples are needed. docs/lossless.md says what is tested and what the verdict means.
+
+Writes shards (a line for each finished unit), results.json, results.csv and results.png into --out. A killed run goes
+on where it was when it is started again; processes share the prompts among themselves.
+
+Exit codes: 0 everything as it should be: lossless rules pass, and what is known to be wrong (--inject, typical-lossy)
+is caught; 1 a rule that claims to be lossless fails; 2 bad settings; 3 something wrong was not caught.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import platform
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import hf_treespec
+from drafts import load_target
+from promptsource import Prompt, PromptSource
+from real_model import RealModelError, progress_bars_on_terminals_only
+from settings import Arm, Settings, SettingsError
+from shards import OtherRunError, ShardWriter, claim, read_shards
+from units import Bench
+from verdict import Verdict, judge
+
+__all__ = ["main"]
+
+
+def units(settings: Settings, prompts: Iterator[Prompt]) -> Iterator[tuple[str, str, Arm, Prompt]]:
+    """All units as (key, kind, arm, prompt), prompt by prompt."""
+    for prompt in prompts:
+        for arm in settings.arms():
+            yield f"{prompt.index:06d} text {arm.name}", "text", arm, prompt
+        if prompt.index < settings.of_joint("prompts"):
+            for arm in [*settings.arms(), *settings.stock_arms()]:
+                yield f"{prompt.index:06d} joint {arm.name}", "joint", arm, prompt
+
+
+def work(settings: Settings, folder: Path, state: Any, *, quiet: bool) -> None:
+    """Do this process's share of the units that are not done yet."""
+    source = PromptSource.of(settings.prompts)
+    done = read_shards(folder)
+    target, tokenizer = load_target(settings.model, settings.dtype)
+    bench = Bench(settings, target.to(state.device))
+    checked: set[tuple[Any, ...]] = set()
+    mine = (p for p in source.prompts(tokenizer) if p.index % state.num_processes == state.process_index)
+    with ShardWriter(folder, state.process_index) as out:
+        for key, kind, arm, prompt in units(settings, mine):
+            if key in done:
+                if done[key]["digest"] != prompt.digest:
+                    raise OtherRunError(f"{folder}: prompt {prompt.index} is another one now")
+                continue
+            if (shaping := tuple(arm.sampling.values())) not in checked:
+                bench.check_null(arm, prompt)
+                checked.add(shaping)
+            found = bench.text(arm, prompt) if kind == "text" else bench.joint(arm, prompt)
+            told = {"key": key, "kind": kind, "arm": arm.name, "prompt": prompt.index, "digest": prompt.digest}
+            out.write({**told, **found})
+            if not quiet:
+                print(f"[{state.process_index}] {key}", file=sys.stderr, flush=True)
+
+
+def write_results(folder: Path, settings: Settings, verdict: Verdict) -> None:
+    """results.json, results.csv and results.png."""
+    machine = {
+        "processor": platform.machine(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "hf_treespec": hf_treespec.__version__,
+    }
+    told = {
+        "verdict": verdict.line,
+        "code": verdict.code,
+        "arms": verdict.arms,
+        "settings": asdict(settings),
+        **machine,
+    }
+    (folder / "results.json").write_text(json.dumps({**told, **machine}, indent=2, default=list) + "\n")
+    with open(folder / "results.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, [*verdict.rows[0], *machine, "model", "seed"])
+        writer.writeheader()
+        writer.writerows({**row, **machine, "model": settings.model, "seed": settings.seed} for row in verdict.rows)
+    plot(folder / "results.csv", folder / "results.png")
+
+
+def plot(table: Path, picture: Path) -> None:
+    """p-values of all tests, arm by arm, from the CSV alone."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    with open(table, newline="") as file:
+        rows: list[Mapping[str, str]] = list(csv.DictReader(file))
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    figure, axes = pyplot.subplots(figsize=(8, 1.2 + 0.3 * len(arms)))
+    for test in dict.fromkeys(row["test"] for row in rows):
+        mine = [row for row in rows if row["test"] == test]
+        axes.scatter(
+            [max(float(row["p"]), 1e-20) for row in mine], [arms.index(row["arm"]) for row in mine], s=16, label=test
+        )
+    for fallen in (row for row in rows if row["rejected"] == "True"):
+        axes.scatter(
+            max(float(fallen["p"]), 1e-20), arms.index(fallen["arm"]), s=70, facecolors="none", edgecolors="red"
+        )
+    axes.set_xscale("log")
+    axes.set_yticks(range(len(arms)), arms, fontsize=7)
+    axes.set_xlabel("p-value (red: rejected)")
+    axes.legend(fontsize=6, ncols=2, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.tight_layout()
+    figure.savefig(picture, dpi=120)
+    pyplot.close(figure)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, help="settings in YAML, see evals/settings.py")
+    parser.add_argument("--out", type=Path, help="folder of the results; default evals/results/distribution")
+    parser.add_argument("--inject", help="run with a known bug: M01 to M25, see evals/mutants.py")
+    parser.add_argument("--rules", type=lambda text: text.split(","), help="rules, with commas between")
+    parser.add_argument("--limit", type=int, help="prompts")
+    parser.add_argument("--new-tokens", type=int, help="of a text, at most")
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--fresh", action="store_true", help="drop what an earlier run left in --out")
+    parser.add_argument("--quiet", action="store_true", help="no line for each unit")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, or go on, and judge; returns the exit code."""
+    told = parse(arguments)
+    progress_bars_on_terminals_only()
+    from accelerate import PartialState
+
+    state = PartialState()
+    try:
+        changes = {name: getattr(told, name) for name in ("inject", "rules", "new_tokens", "seed")}
+        settings = Settings.read(told.config, changes)
+        if told.limit is not None:
+            settings = replace(settings, prompts={**settings.prompts, "limit": told.limit})
+        folder = told.out or Path("evals/results/distribution", settings.inject)
+        source = PromptSource.of(settings.prompts)
+        if state.is_main_process:
+            claim(folder, settings.fingerprint(source.digest()), asdict(settings), fresh=told.fresh)
+        state.wait_for_everyone()
+        with warnings.catch_warnings():
+            # That a lossy rule is lossy is what a run is about.
+            warnings.simplefilter("ignore", hf_treespec.TreeSpecWarning)
+            work(settings, folder, state, quiet=told.quiet)
+    except (SettingsError, OtherRunError, RealModelError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    state.wait_for_everyone()
+    if not state.is_main_process:
+        return 0
+    verdict = judge(settings, read_shards(folder).values())
+    if verdict.rows:
+        write_results(folder, settings, verdict)
+    print(verdict.line)
+    return verdict.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

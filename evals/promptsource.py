@@ -1,0 +1,141 @@
+"""Prompts of an eval: from a .jsonl file or a set of `datasets`, raw or through the chat template, one at a time.
+
+    prompts: {path: evals/prompts.jsonl, field: prompt, limit: 100}
+    prompts: {dataset: openai/gsm8k, name: main, split: test, field: question, chat: true, streaming: true}
+
+A field that holds a list of ids is taken as it is and needs no tokenizer; one that holds a list of texts (the turns of
+a dialogue) gives its first.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import importlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from settings import SettingsError
+
+__all__ = ["Prompt", "PromptSource"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt.
+
+    Args:
+        index: place in the set.
+        ids: token ids.
+    """
+
+    index: int
+    ids: tuple[int, ...]
+
+    @property
+    def digest(self) -> str:
+        """Tells prompts apart."""
+        return hashlib.sha256(repr(self.ids).encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSource:
+    """Where prompts come from.
+
+    Args:
+        path: a .jsonl or .jsonl.gz file; relative to the working directory.
+        dataset: name or folder for `datasets.load_dataset`.
+        name: of its configuration.
+        split: of it.
+        streaming: do not download the whole set first.
+        field: of a row.
+        chat: through the chat template, as a user's message.
+        limit: the first so many; 0 for all.
+        max_tokens: of a prompt; longer ones are cut at the end.
+    """
+
+    path: str = ""
+    dataset: str = ""
+    name: str = ""
+    split: str = "test"
+    streaming: bool = False
+    field: str = "prompt"
+    chat: bool = False
+    limit: int = 0
+    max_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        if bool(self.path) == bool(self.dataset):
+            raise SettingsError("prompts: expected either path or dataset")
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> PromptSource:
+        """From settings.
+
+        Raises:
+            SettingsError: for unknown fields.
+        """
+        if unknown := sorted(set(told) - {f.name for f in fields(cls)}):
+            raise SettingsError(f"prompts: {', '.join(unknown)}: expected some of {[f.name for f in fields(cls)]}")
+        return cls(**told)
+
+    def digest(self) -> str:
+        """Of the file, or of what names the set."""
+        if self.path:
+            return hashlib.sha256(Path(self.path).read_bytes()).hexdigest() if Path(self.path).is_file() else ""
+        return f"{self.dataset}/{self.name}/{self.split}"
+
+    def prompts(self, tokenizer: Any) -> Iterator[Prompt]:
+        """One by one, in the order of the set.
+
+        Args:
+            tokenizer: of the target; None will do for prompts of ids.
+
+        Raises:
+            SettingsError: for whatever cannot be read.
+        """
+        rows = self._file() if self.path else self._dataset()
+        for index, row in enumerate(islice(rows, self.limit or None)):
+            ids = self._encode(tokenizer, row, index)[: self.max_tokens]
+            if not ids:
+                raise SettingsError(f"prompts: row {index} has no tokens")
+            yield Prompt(index, tuple(ids))
+
+    def _file(self) -> Iterator[Mapping[str, Any]]:
+        path = Path(self.path)
+        opener = gzip.open if path.suffix == ".gz" else open
+        try:
+            with opener(path, "rt", encoding="utf-8") as lines:
+                yield from (json.loads(line) for line in lines if line.strip())
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"prompts: {path}: {error}") from error
+
+    def _dataset(self) -> Iterator[Mapping[str, Any]]:
+        try:
+            datasets = importlib.import_module("datasets")
+        except ImportError as error:
+            raise SettingsError(
+                "prompts: dataset needs the datasets package: pip install hf-treespec[evals]"
+            ) from error
+        yield from datasets.load_dataset(
+            self.dataset, self.name or None, split=self.split, streaming=self.streaming
+        )  # fmt: skip
+
+    def _encode(self, tokenizer: Any, row: Mapping[str, Any], index: int) -> list[int]:
+        value = row.get(self.field)
+        if isinstance(value, list) and value and all(isinstance(one, int) for one in value):
+            return list(value)
+        if isinstance(value, list) and value:
+            value = value[0]
+        if not isinstance(value, str):
+            raise SettingsError(f"prompts: row {index}: field {self.field!r} holds {value!r}, expected text or ids")
+        if tokenizer is None:
+            raise SettingsError("prompts: texts need a tokenizer, and the model has none")
+        if not self.chat:
+            return list(tokenizer(value)["input_ids"])
+        message = [{"role": "user", "content": value}]
+        return list(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"])

@@ -1,0 +1,97 @@
+"""Results as lines: a file per process, appended unit by unit, so that a killed run goes on where it was.
+
+A unit is written as one line when it is done. A line that a kill has cut has no newline; it is dropped, and its unit
+done again. Who reads takes each unit once, whatever the number of processes was when it was written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["OtherRunError", "ShardWriter", "claim", "read_shards"]
+
+_RUN = "run.json"
+
+
+class OtherRunError(ValueError):
+    """The folder holds results of a run with other settings."""
+
+
+def claim(folder: Path, fingerprint: str, settings: Mapping[str, Any], *, fresh: bool) -> None:
+    """Make the folder this run's, or see that it already is. For one process only.
+
+    Args:
+        folder: of the results.
+        fingerprint: of the settings.
+        settings: written beside it for people.
+        fresh: drop what is there.
+
+    Raises:
+        OtherRunError: if it holds another run.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if fresh:
+        for old in [*folder.glob("shard-*.jsonl"), *folder.glob(_RUN)]:
+            old.unlink()
+    run = folder / _RUN
+    if run.exists():
+        found = json.loads(run.read_text()).get("fingerprint")
+        if found != fingerprint:
+            raise OtherRunError(f"{folder} holds a run with other settings or prompts; pass --fresh or another --out")
+    elif next(folder.glob("shard-*.jsonl"), None) is not None:
+        raise OtherRunError(f"{folder} holds results of an unknown run; pass --fresh or another --out")
+    else:
+        part = run.with_suffix(".part")
+        part.write_text(json.dumps({"fingerprint": fingerprint, "settings": settings}, indent=2, default=list) + "\n")
+        part.rename(run)
+
+
+def read_shards(folder: Path) -> dict[str, dict[str, Any]]:
+    """All finished units by their key, in the order of the keys.
+
+    Raises:
+        ValueError: if a line inside a file is broken, or two lines of one unit differ.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted(folder.glob("shard-*.jsonl")):
+        whole, newline, _ = path.read_bytes().rpartition(b"\n")
+        for number, line in enumerate(whole.split(b"\n") if newline else [], start=1):
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}: line {number} is broken: {error}") from error
+            if found.setdefault(record["key"], record) != record:
+                raise ValueError(f"{path}: line {number}: unit {record['key']!r} has been done twice, differently")
+    return dict(sorted(found.items()))
+
+
+class ShardWriter:
+    """Appends units to the file of one process.
+
+    Args:
+        folder: of the results.
+        rank: of the process.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        path = folder / f"shard-{rank:04d}.jsonl"
+        if path.exists():
+            whole, newline, _ = path.read_bytes().rpartition(b"\n")
+            os.truncate(path, len(whole + newline))
+        self._file = open(path, "ab")  # noqa: SIM115
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """One finished unit, on the disk when this returns."""
+        self._file.write(json.dumps(record, sort_keys=True).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()

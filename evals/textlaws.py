@@ -1,0 +1,210 @@
+"""The null law of a text: the target's own conditionals, teacher-forced, and what a text says about them.
+
+Nothing here asks the library under test: logits come from one forward of the model over the finished text, and the
+processors are those of transformers, in the order in which `generate` applies them.
+
+Shapes: T new tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+__all__ = ["cell_of", "cells", "laws_of_text", "processors", "together", "witness"]
+
+# By how much of a log probability rounding may move the edge of what top-k, top-p and min-p leave.
+_EDGE = 1e-4
+_FLOOR = -30.0
+
+
+def processors(sampling: Mapping[str, float]) -> LogitsProcessorList:
+    """What `generate` makes of these settings."""
+    found = LogitsProcessorList()
+    if sampling["repetition_penalty"] != 1.0:
+        found.append(RepetitionPenaltyLogitsProcessor(sampling["repetition_penalty"]))
+    if sampling["temperature"] != 1.0:
+        found.append(TemperatureLogitsWarper(sampling["temperature"]))
+    if sampling["top_k"]:
+        found.append(TopKLogitsWarper(int(sampling["top_k"])))
+    if sampling["top_p"] < 1.0:
+        found.append(TopPLogitsWarper(sampling["top_p"]))
+    if sampling["min_p"]:
+        found.append(MinPLogitsWarper(sampling["min_p"]))
+    return found
+
+
+def _shaped(logits_TV: Tensor, ids: Sequence[int], first: int, sampling: Mapping[str, float]) -> Tensor:
+    """Log probabilities, float64; row t is about the token behind `ids[: first + t]`."""
+    chain = processors(sampling)
+    logits_TV = logits_TV.float()
+    if sampling["repetition_penalty"] != 1.0:
+        rows = [
+            chain(torch.tensor([ids[: first + t]], device=logits_TV.device), logits_TV[t : t + 1].clone())
+            for t in range(logits_TV.shape[0])
+        ]
+        scores = torch.cat(rows)
+    else:
+        scores = chain(torch.zeros((logits_TV.shape[0], 1), dtype=torch.long), logits_TV.clone())
+    return scores.double().log_softmax(-1)
+
+
+@torch.no_grad()
+def laws_of_text(model: Any, ids: Sequence[int], first: int, sampling: Mapping[str, float]) -> tuple[Tensor, Tensor]:
+    """The model's conditional laws at each token from `first` on.
+
+    Args:
+        model: target or draft.
+        ids: prompt and text.
+        first: length of the prompt.
+        sampling: all of `settings.SAMPLING`.
+
+    Returns:
+        Log probabilities `[T, V]` after the processors, and those of the bare logits at the same temperature.
+    """
+    logits = model(torch.tensor([ids], device=model.device)).logits[0, first - 1 : -1]
+    bare = {**sampling, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    return _shaped(logits, ids, first, sampling), _shaped(logits, ids, first, bare)
+
+
+def _place(law_TV: Tensor, rank_TV: Tensor, tokens_T: Tensor, dice_T: Tensor) -> Tensor:
+    """Where each token lies in its law's distribution function, tokens in falling order of `rank_TV`, ties as one."""
+    mine = rank_TV.gather(1, tokens_T[:, None])
+    above = (law_TV * (rank_TV > mine)).sum(-1)
+    level = (law_TV * (rank_TV == mine)).sum(-1)
+    return (above + dice_T * level).clamp(0.0, 1.0)
+
+
+def _score(law_TV: Tensor, value_TV: Tensor, tokens_T: Tensor) -> list[float]:
+    """Sum of value(token) less its expectation, and the variance of that sum."""
+    value_TV = torch.where(law_TV > 0, value_TV, torch.zeros_like(value_TV))
+    mean = (law_TV * value_TV).sum(-1)
+    spread = (law_TV * (value_TV - mean[:, None]) ** 2).sum(-1)
+    seen = value_TV.gather(1, tokens_T[:, None])[:, 0]
+    return [float((seen - mean).sum()), float(spread.sum())]
+
+
+def witness(
+    target_TV: Tensor, bare_TV: Tensor, draft_TV: Tensor | None, tokens: Sequence[int], seed: int
+) -> dict[str, Any]:
+    """What a text says against the hypothesis that it was drawn from the target.
+
+    Under the hypothesis every number of `place_*` is uniform on [0, 1] and independent of all others, and every
+    `score_*` is the end of a martingale (value, variance).
+
+    Args:
+        target_TV: log probabilities of the target.
+        bare_TV: of the target before top-k, top-p and min-p.
+        draft_TV: of the draft; tokens are ordered by q / p too. None leaves that out.
+        tokens: T tokens.
+        seed: of the randomisation.
+
+    Returns:
+        JSON-ready; `impossible` counts tokens that the target never says, rounding at an edge apart.
+    """
+    tokens_T = torch.tensor(tokens, device=target_TV.device)
+    chance = target_TV.gather(1, tokens_T[:, None])[:, 0]
+    possible = chance > -math.inf
+    # A token that the processors' edge left out by rounding has its like among those that are left.
+    floor = torch.where(target_TV > -math.inf, bare_TV, torch.full_like(bare_TV, math.inf)).amin(-1)
+    edge = ~possible & (bare_TV.gather(1, tokens_T[:, None])[:, 0] > floor - _EDGE)
+    out: dict[str, Any] = {"n": len(tokens), "impossible": int((~possible & ~edge).sum()), "edge": int(edge.sum())}
+    if not bool(possible.any()):
+        return {**out, "used": 0}
+    target_TV, tokens_T = target_TV[possible], tokens_T[possible]
+    generator = torch.Generator().manual_seed(seed)
+    dice = torch.rand(2, len(tokens), generator=generator, dtype=torch.float64).to(target_TV.device)[:, possible]
+    law = target_TV.exp()
+    out["used"] = int(possible.sum())
+    out["place_p"] = [round(u, 9) for u in _place(law, target_TV, tokens_T, dice[0]).tolist()]
+    out["score_p"] = _score(law, target_TV, tokens_T)
+    if draft_TV is not None:
+        ratio = draft_TV[possible, : target_TV.shape[1]].clamp(min=_FLOOR)
+        if ratio.shape[1] < target_TV.shape[1]:
+            ratio = torch.nn.functional.pad(ratio, (0, target_TV.shape[1] - ratio.shape[1]), value=_FLOOR)
+        ratio = ratio - target_TV
+        out["place_ratio"] = [round(u, 9) for u in _place(law, ratio, tokens_T, dice[1]).tolist()]
+        out["score_ratio"] = _score(law, ratio, tokens_T)
+    return out
+
+
+def together(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """What two texts say: counts and scores add up, places follow one another."""
+    out = {**one, **{key: value for key, value in other.items() if key not in one}}
+    for key in one.keys() & other.keys():
+        scores = key.startswith("score_")
+        out[key] = [a + b for a, b in zip(one[key], other[key], strict=True)] if scores else one[key] + other[key]
+    return out
+
+
+OTHER = "*"
+
+
+@torch.no_grad()
+def cells(
+    model: Any, prompt: Sequence[int], tokens: int, branches: int, sampling: Mapping[str, float], ends: set[int]
+) -> dict[str, float]:
+    """The exact law of the first tokens, in cells: paths of the most likely tokens, and what leaves them.
+
+    Args:
+        model: the target.
+        prompt: ids.
+        tokens: length of a path.
+        branches: most likely tokens that are told apart behind each prefix.
+        sampling: all of `settings.SAMPLING`.
+        ends: ids behind which nothing follows.
+
+    Returns:
+        Cell name -> probability; they add up to 1. "5,7,*" is the prefix 5, 7 and then none of its best tokens.
+    """
+    law: dict[str, float] = {}
+    open_paths: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(tokens):
+        batch = torch.tensor([[*prompt, *path] for path in open_paths], device=model.device)
+        logits = torch.cat([model(part).logits[:, -1] for part in batch.split(16)])
+        deeper: dict[tuple[int, ...], float] = {}
+        for (path, chance), row in zip(open_paths.items(), logits, strict=True):
+            chances = _shaped(row[None], [*prompt, *path], len(prompt) + len(path), sampling)[0].exp()
+            best = chances.topk(min(branches, chances.shape[0]))
+            for token, share in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+                if share <= 0:
+                    continue
+                longer = (*path, token)
+                if token in ends or len(longer) == tokens:
+                    law[",".join(map(str, longer))] = chance * share
+                else:
+                    deeper[longer] = chance * share
+            law[",".join(map(str, (*path, OTHER)))] = chance * max(0.0, 1.0 - float(best.values.sum()))
+        open_paths = deeper
+        if not open_paths:
+            break
+    return law
+
+
+def cell_of(text: Sequence[int], law: Mapping[str, float]) -> str:
+    """The cell of a text.
+
+    Raises:
+        ValueError: if it is too short for any.
+    """
+    for length in range(len(text)):
+        name = ",".join(map(str, text[: length + 1]))
+        if name in law:
+            return name
+        prefix = ",".join(map(str, text[: length + 1])) + ","
+        if not any(cell.startswith(prefix) for cell in law):
+            return ",".join(map(str, itertools.chain(text[:length], [OTHER])))
+    raise ValueError(f"text {list(text)} is too short for the cells of its law")

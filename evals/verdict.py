@@ -1,0 +1,202 @@
+"""From the records of all units to p-values, one verdict, and how much it could have overlooked.
+
+Tests of an arm, all against the target's exact law:
+
+| test | of |
+|---|---|
+| ks_p, bins_p | places of the tokens in their law, ordered by p: uniform? (Kolmogorov-Smirnov; 20 bins) |
+| ks_ratio, bins_ratio | the same, ordered by q / p |
+| score_p, score_ratio | sum of log p, of log q / p, less what the law expects (a martingale, so normal) |
+| joint | first tokens of many texts of one prompt, against their exact law |
+| stock | the same tokens, against as many texts of plain `generate` |
+| possible | no token that the target never says |
+
+Arms that claim to be lossless are one family (Holm); those that do not are another, which is expected to fall.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from measures import (
+    chi_square,
+    holm,
+    kolmogorov_smirnov,
+    normal_tail,
+    smallest_variation,
+    two_samples,
+    uniform_bins,
+    variation_bound,
+)
+from settings import Arm, Settings
+
+__all__ = ["BINS", "Verdict", "judge"]
+
+BINS = 20
+CAUGHT, FAILED, MISSED = 0, 1, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a run came to.
+
+    Args:
+        rows: one for each arm and test.
+        arms: one for each arm.
+        line: for people.
+        code: exit code: 0 as it should be, 1 an arm that claims to be lossless fails, 3 one that does not passes.
+    """
+
+    rows: list[dict[str, Any]]
+    arms: list[dict[str, Any]]
+    line: str
+    code: int
+
+
+def judge(settings: Settings, records: Iterable[Mapping[str, Any]]) -> Verdict:
+    """Judge all arms of a run by its merged records, whatever their order."""
+    texts: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    joints: dict[str, dict[int, Mapping[str, Any]]] = defaultdict(dict)
+    for record in sorted(records, key=lambda record: record["key"]):
+        if record["kind"] == "joint":
+            joints[record["arm"]][record["prompt"]] = record
+        else:
+            texts[record["arm"]].append(record)
+    stock = {tuple(arm.sampling.items()): joints[arm.name] for arm in settings.stock_arms()}
+    arms = [*settings.arms(), *(arm for arm in settings.stock_arms() if joints[arm.name])]
+    rows: list[dict[str, Any]] = []
+    for arm in arms:
+        reference = None if arm.rule == "stock" else stock[tuple(arm.sampling.items())]
+        rows += _tests(arm, texts[arm.name], joints[arm.name], reference)
+    for lossless in (True, False):
+        family = [row for row in rows if row["lossless"] is lossless]
+        for row, fallen in zip(family, holm([row["p"] for row in family], settings.family), strict=True):
+            row["rejected"] = fallen
+        for row in family:
+            level = settings.family / len(family)
+            row["finds"] = round(smallest_variation(row["n"], row.pop("freedom"), level), 5) if row["n"] else None
+    summary = [_summary(arm, [row for row in rows if row["arm"] == arm.name], texts[arm.name]) for arm in arms]
+    return Verdict(rows, summary, *_line(settings, summary))
+
+
+def _tests(
+    arm: Arm, texts: Sequence[Mapping[str, Any]], joint: Mapping[int, Mapping[str, Any]], stock: Any
+) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+
+    def add(test: str, p: float, n: int, freedom: int, bound: float | None = None) -> None:
+        rows.append({
+            "arm": arm.name, "rule": arm.rule, "draft": arm.draft, "mutant": arm.mutant, **arm.sampling,
+            "lossless": arm.lossless, "test": test, "n": n, "p": p, "freedom": freedom, "bound": bound,
+        })  # fmt: skip
+
+    if texts:
+        impossible = sum(record["impossible"] for record in texts)
+        add("possible", 0.0 if impossible else 1.0, 0, 1)
+    for order in ("p", "ratio"):
+        mine = [record for record in texts if f"place_{order}" in record]
+        if not mine:
+            continue
+        places = torch.tensor([u for record in mine for u in record[f"place_{order}"]], dtype=torch.float64)
+        counts, even = uniform_bins(places, BINS), [1 / BINS] * BINS
+        n = places.numel()
+        add(f"ks_{order}", kolmogorov_smirnov(places), n, 1)
+        add(f"bins_{order}", *_with_n(chi_square(counts, even, least=5.0), n), round(variation_bound(counts, even), 5))
+        values = math.fsum(record[f"score_{order}"][0] for record in mine)
+        spread = math.fsum(record[f"score_{order}"][1] for record in mine)
+        add(f"score_{order}", normal_tail(values / math.sqrt(spread)) if spread > 0 else 1.0, n, 1)
+    if joint:
+        statistic, freedom, n, bounds = 0.0, 0, 0, []
+        for record in joint.values():
+            law = record["law"]
+            counts = [record["counts"].get(cell, 0) for cell in law]
+            p, df = chi_square(counts, list(law.values()))
+            statistic, freedom = statistic + _normal_of(p), freedom + 1
+            n += sum(counts)
+            bounds.append(variation_bound(counts, list(law.values())))
+        # One test of all prompts: the sum of their p-values' normal scores.
+        add("joint", _upper_tail(statistic / math.sqrt(freedom)), n, 1, round(sum(bounds) / len(bounds), 5))
+    if joint and stock:
+        pairs = [(record["counts"], stock[prompt]["counts"]) for prompt, record in joint.items() if prompt in stock]
+        scores = [_normal_of(two_samples(one, other)[0]) for one, other in pairs]
+        if scores:
+            n = sum(sum(one.values()) for one, _ in pairs) // 2
+            add("stock", _upper_tail(sum(scores) / math.sqrt(len(scores))), n, 1)
+    return rows
+
+
+def _with_n(found: tuple[float, int], n: int) -> tuple[float, int, int]:
+    return found[0], n, found[1]
+
+
+def _normal_of(p: float) -> float:
+    """The normal value that is exceeded with probability p."""
+    p = min(max(p, 1e-300), 1 - 1e-12)
+    if p > 1e-8:
+        return float(-torch.special.ndtri(torch.tensor(p, dtype=torch.float64)))
+    low, high = 5.0, 40.0
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _upper_tail(middle) > p else (low, middle)
+    return high
+
+
+def _upper_tail(z: float) -> float:
+    return math.erfc(z / math.sqrt(2)) / 2
+
+
+def _summary(arm: Arm, rows: Sequence[Mapping[str, Any]], texts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    fallen = [row["test"] for row in rows if row["rejected"]]
+    # The text's own tests: each token counts once in them.
+    bins = [row for row in rows if row["test"].startswith("bins_")]
+    stats = [record["stats"] for record in texts if "stats" in record]
+    rounds = sum(one["row_rounds"] for one in stats)
+    return {
+        "arm": arm.name,
+        "lossless": arm.lossless,
+        "passes": not fallen,
+        "failed_tests": fallen,
+        "least_p": min((row["p"] for row in rows), default=None),
+        "tokens": sum(record["n"] for record in texts),
+        "edge_tokens": sum(record["edge"] for record in texts),
+        "finds": max((row["finds"] for row in bins), default=None),
+        "bound": max((row["bound"] for row in bins), default=None),
+        "accepted_a_round": round(sum(one["accepted"] for one in stats) / rounds, 4) if rounds else None,
+        "expected_a_round": round(sum(one["expected"] for one in stats) / rounds, 4) if rounds else None,
+        "seconds": round(sum(record.get("seconds", 0.0) for record in texts), 1),
+    }
+
+
+def _line(settings: Settings, arms: Sequence[Mapping[str, Any]]) -> tuple[str, int]:
+    """The verdict in one line, and the exit code."""
+    judged = [arm for arm in arms if arm["least_p"] is not None]
+    wrong = [arm for arm in judged if arm["lossless"] and not arm["passes"]]
+    missed = [arm for arm in judged if not arm["lossless"] and arm["passes"]]
+    caught = [arm for arm in judged if not arm["lossless"] and not arm["passes"]]
+    claims = [arm for arm in judged if arm["lossless"] and arm["tokens"]]
+    if not judged:
+        return "FAIL: nothing was measured", FAILED
+    parts = []
+    if wrong:
+        parts.append("not the target's law: " + "; ".join(f"{a['arm']} (p={a['least_p']:.1e})" for a in wrong))
+    if missed:
+        parts.append("not told from the target's law: " + "; ".join(a["arm"] for a in missed))
+    if caught:
+        parts.append("caught: " + "; ".join(f"{a['arm']} (p={a['least_p']:.1e})" for a in caught))
+    if claims and not wrong:
+        finds = [a["finds"] for a in claims if a["finds"] is not None]
+        bounds = [a["bound"] for a in claims if a["bound"] is not None]
+        parts.append(f"{len(claims)} lossless arms of at least {min(a['tokens'] for a in claims)} tokens follow it")
+        if finds:
+            parts.append(
+                f"a total variation of {max(finds):.3f} would have been found at 99 %, and {max(bounds):.3f} bounds it"
+            )
+    code = FAILED if wrong else MISSED if missed else CAUGHT
+    word = {FAILED: "FAIL", MISSED: "MISSED", CAUGHT: "PASS"}[code]
+    return f"{word} (family {settings.family:g}): " + "; ".join(parts), code

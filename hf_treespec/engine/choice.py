@@ -1,0 +1,105 @@
+"""How tokens are chosen and drafted in a call: its noise, its rule, its draft source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_treespec import _compat
+from hf_treespec.draft import ChildSampler, Draft, DraftRow, ModelDraft, NgramDraft, RetokenizedDraft
+from hf_treespec.engine.request import Request
+from hf_treespec.verify import (
+    Decider,
+    GumbelNoise,
+    IndependentDecider,
+    NodeScorer,
+    RoundNoise,
+    are_length_free,
+    text_streams,
+)
+
+__all__ = ["Choice", "make_draft"]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What chooses tokens.
+
+    Args:
+        decider: chooses at single nodes: by arg-max, or by the noise that draft and target share.
+        noise: that noise; None under greedy decoding.
+        independent: decides whole rounds by independent draws; None under the coupled rule.
+        sampler: draws children for it.
+    """
+
+    decider: Decider
+    noise: GumbelNoise | None
+    independent: IndependentDecider | None = None
+    sampler: ChildSampler | None = None
+
+    @classmethod
+    def of(cls, request: Request, scorer: NodeScorer, vocab: int, prompts: Sequence[Sequence[int]]) -> Choice:
+        """What the call asks for.
+
+        Args:
+            request: the call.
+            scorer: its processors.
+            vocab: width of the logits.
+            prompts: known tokens of each row.
+        """
+        if not request.generation_config.do_sample:
+            return cls(Decider(scorer, None), None)
+        seed = request.tree_config.seed
+        # Drawn once from the global generator, so that `torch.manual_seed` governs the text.
+        seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
+        noise = GumbelNoise(seed, vocab, request.input_ids.device, text_streams(prompts))
+        decider, rule = Decider(scorer, noise), request.rule
+        if rule is None:
+            return cls(decider, noise)
+        draws = RoundNoise(noise)
+        sampler = ChildSampler(rule, request.tree_config.random_children, draws)
+        return cls(decider, noise, IndependentDecider(rule, scorer, draws), sampler)
+
+    def show(self, rows: Sequence[DraftRow]) -> None:
+        """Let drafts see the noise, unless what they draw must be independent of it."""
+        if self.noise is not None and self.independent is None:
+            for row in rows:
+                row.noise = _noise_of(self.noise, row.index)
+
+
+def _noise_of(noise: GumbelNoise, row: int) -> Callable[[int], Tensor]:
+    return lambda position: noise.at(row, position)
+
+
+def make_draft(request: Request, vocab: int, sampler: ChildSampler | None) -> Draft:
+    """The draft source of the call.
+
+    Args:
+        request: the call.
+        vocab: width of the target's logits.
+        sampler: draws children of a draft model at random; None ranks them.
+    """
+    config, assistant = request.tree_config, request.assistant_model
+    if config.draft == "ngram" or assistant is None:
+        return NgramDraft(growth=config.growth)
+    if request.tokenizers is not None:
+        vocab_size = _compat.vocabulary_size(assistant)
+        own = ModelDraft(assistant, growth=config.growth, vocab_size=vocab_size, route=request.assistant_route)
+        return RetokenizedDraft(own, *request.tokenizers, vocab_size=vocab)
+    processors = None
+    if request.generation_config.do_sample:
+        # The draft's law is shaped by the processors that need no prefix; the others only cost acceptance.
+        shaping = [p for p in request.logits_processor if are_length_free([p])]
+        processors = type(request.logits_processor)(shaping)
+    return ModelDraft(
+        assistant,
+        growth=config.growth,
+        vocab_size=vocab,
+        processors=processors,
+        device=request.input_ids.device,
+        route=request.assistant_route,
+        sampler=sampler,
+    )

@@ -1,0 +1,119 @@
+"""From a plan to a node and a token: the coins of verification by independent draws.
+
+Coins are keyed by (seed, stream of the row, position of the root, purpose, node), so that a row's text depends on
+neither its neighbours nor the batch, and no number is used twice: rounds begin at different positions.
+
+Shapes: B rows, N nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hf_treespec.tree import TokenTree
+from hf_treespec.verify.plan import Plan
+
+__all__ = ["NO_TOKEN", "draw", "expected_accepted", "post_order", "winners"]
+
+NO_TOKEN = -1
+
+
+def post_order(tree: TokenTree) -> list[int]:
+    """Nodes with children before their parents and siblings in order."""
+    order: list[int] = []
+    stack = [(0, False)]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            order.append(node)
+        else:
+            stack.append((node, True))
+            stack.extend((child, False) for child in reversed(tree.children(node)))
+    return order
+
+
+def winners(plan: Plan, trees: Sequence[TokenTree], coins_BN: Tensor) -> Tensor:
+    """The last accepted node of each row, int64 `[B]`.
+
+    Args:
+        plan: of the round.
+        trees: one per row.
+        coins_BN: uniform in [0, 1), one for each node.
+    """
+    passed_BN = coins_BN < plan.accept_BN
+    batch, nodes = passed_BN.shape
+    device = passed_BN.device
+    if plan.joint:
+        orders = [post_order(tree) for tree in trees]
+        order_BN = torch.tensor([order + [0] * (nodes - len(order)) for order in orders], device=device)
+        # The root always passes and comes last; its copies in the padding come later.
+        first = passed_BN.gather(1, order_BN).to(torch.int8).argmax(1, keepdim=True)
+        return order_BN.gather(1, first)[:, 0]
+    # Where each node hands over to: its first child that passed, or itself.
+    width = max(len(tree.children(node)) for tree in trees for node in range(len(tree)))
+    if not width:
+        return torch.zeros(batch, dtype=torch.long, device=device)
+    table = [
+        [[*tree.children(node), *[node] * (width - len(tree.children(node)))] for node in range(len(tree))]
+        + [[0] * width] * (nodes - len(tree))
+        for tree in trees
+    ]
+    children_BNK = torch.tensor(table, device=device)
+    own_BN1 = torch.arange(nodes, device=device).expand(batch, nodes)[..., None]
+    real_BNK = children_BNK != own_BN1
+    ok_BNK = passed_BN.gather(1, children_BNK.reshape(batch, -1)).view_as(children_BNK) & real_BNK
+    first_BN1 = ok_BNK.to(torch.int8).argmax(-1, keepdim=True)
+    next_BN = torch.where(ok_BNK.any(-1, keepdim=True), children_BNK.gather(-1, first_BN1), own_BN1)[..., 0]
+    at = torch.zeros(batch, 1, dtype=torch.long, device=device)
+    for _ in range(max(tree.max_depth for tree in trees)):
+        at = next_BN.gather(1, at)
+    return at[:, 0]
+
+
+def draw(plan: Plan, trees: Sequence[TokenTree], coins_BN: Tensor, noise_BV: Tensor) -> list[tuple[int, int]]:
+    """Last accepted node and the token behind it, per row; one transfer to the host.
+
+    Args:
+        plan: of the round.
+        trees: one per row.
+        coins_BN: uniform in [0, 1), one for each node.
+        noise_BV: standard Gumbel noise for the last token.
+
+    Returns:
+        (node, token) per row; the token is `NO_TOKEN` where the law holds a NaN.
+    """
+    nodes_B = winners(plan, trees, coins_BN)
+    rows = torch.arange(len(trees), device=nodes_B.device)
+    law_BV = plan.residual_BNV[rows, nodes_B]
+    # Of a law with zeros the log is -inf, which no noise lifts.
+    tokens_B = (law_BV.to(noise_BV.dtype).log() + noise_BV).argmax(-1)
+    tokens_B = torch.where(law_BV.isfinite().all(-1), tokens_B, NO_TOKEN)
+    both = torch.stack([nodes_B, tokens_B], dim=-1).tolist()
+    return [(node, token) for node, token in both]
+
+
+def expected_accepted(plan: Plan, trees: Sequence[TokenTree]) -> Tensor:
+    """Expected accepted tokens of each row over the coins, float `[B]`: the Rao-Blackwell form of the real number."""
+    batch, nodes = plan.accept_BN.shape
+    out = []
+    for row, tree in enumerate(trees):
+        accept = plan.accept_BN[row]
+        total = accept.new_zeros(())
+        if plan.joint:
+            alive = accept.new_ones(())
+            for node in post_order(tree):
+                total = total + alive * accept[node] * tree.depths[node]
+                alive = alive * (1 - accept[node])
+        else:
+            reach = [accept.new_ones(())] + [accept.new_zeros(())] * (len(tree) - 1)
+            for node in range(len(tree)):
+                alive = reach[node]
+                for child in tree.children(node):
+                    reach[child] = alive * accept[child]
+                    alive = alive * (1 - accept[child])
+            total = torch.stack(reach[1:]).sum() if len(tree) > 1 else total
+        out.append(total)
+    return torch.stack(out)

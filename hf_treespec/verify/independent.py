@@ -1,0 +1,135 @@
+"""Verification by independent draws: a round decided by a plan and coins, and followed token by token.
+
+Shapes: B rows, N nodes with the root, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_treespec.rules import Rule
+from hf_treespec.tree import TokenTree
+from hf_treespec.verify.draw import NO_TOKEN, draw, expected_accepted
+from hf_treespec.verify.noise import RoundNoise
+from hf_treespec.verify.plan import DraftLaws, plan
+from hf_treespec.verify.processors import NodeScorer
+from hf_treespec.verify.walk import TextState
+
+__all__ = ["IndependentDecider", "Outcome", "follow_paths"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a round came to.
+
+    Args:
+        paths: per row the accepted nodes, root first.
+        last: per row the token behind them.
+        scores_BNV: processed scores of all nodes.
+        expected: per row the expected accepted tokens over the coins.
+    """
+
+    paths: list[list[int]]
+    last: list[int]
+    scores_BNV: Tensor
+    expected: list[float]
+
+
+class IndependentDecider:
+    """Decides rounds by a rule.
+
+    Args:
+        rule: the rule.
+        scorer: processors, all of them pure.
+        noise: random numbers.
+    """
+
+    def __init__(self, rule: Rule, scorer: NodeScorer, noise: RoundNoise) -> None:
+        self.rule = rule
+        self._scorer = scorer
+        self._noise = noise
+
+    def decide(
+        self,
+        state: TextState,
+        trees: Sequence[TokenTree],
+        logits_BNV: Tensor,
+        laws: DraftLaws | None,
+        stand: Callable[[int, int], None],
+    ) -> Outcome:
+        """Decide how far each row goes and which token follows.
+
+        Args:
+            state: the text.
+            trees: one per row.
+            logits_BNV: raw logits of the target.
+            laws: of nodes with random children.
+            stand: told which (row, node) a call of the processors is about.
+
+        Raises:
+            RuntimeError: if scores hold NaN, or leave no token at a node, as in plain sampling.
+        """
+        batch, nodes, _ = logits_BNV.shape
+        lengths = [state.length(row) for row in range(batch)]
+        scores_BNV = self._scorer.tree_scores(logits_BNV, trees, lengths, state, stand)
+        target_BNV = scores_BNV.to(self._noise.dtype).softmax(-1)
+        decided = plan(self.rule, trees, target_BNV, laws)
+        # The position of the root: no other round of the row has it.
+        at = [state.position(row) - 1 for row in range(batch)]
+        coins_BN = torch.stack([self._noise.coins(row, at[row], nodes) for row in range(batch)])
+        noise_BV = torch.stack([self._noise.of_last(row, at[row]) for row in range(batch)])
+        drawn = draw(decided, trees, coins_BN, noise_BV)
+        if any(token == NO_TOKEN for _, token in drawn):
+            raise RuntimeError(
+                "sampling: the logits, or what a logits processor made of them, hold inf or nan, or leave no token "
+                "at all"
+            )
+        paths = [_path(tree, node) for tree, (node, _) in zip(trees, drawn, strict=True)]
+        return Outcome(paths, [token for _, token in drawn], scores_BNV, expected_accepted(decided, trees).tolist())
+
+
+def _path(tree: TokenTree, node: int) -> list[int]:
+    path = []
+    while node >= 0:
+        path.append(node)
+        node = tree.parents[node]
+    return path[::-1]
+
+
+def follow_paths(
+    state: TextState,
+    trees: Sequence[TokenTree],
+    outcome: Outcome,
+    logits_at: Callable[[int, int], Tensor],
+    rows: Sequence[int],
+    *,
+    in_step: bool,
+) -> list[list[int]]:
+    """Emit what a round came to, token by token; the arguments and the result are those of `walk_trees`.
+
+    A row that cannot go on because another one ends drops the rest of its path: where that happens depends on nothing
+    behind it, so that the law of the text stays the target's.
+    """
+    paths: list[list[int]] = [[] for _ in trees]
+    going = list(rows)
+    step = 0
+    while going:
+        nodes = {row: outcome.paths[row][step] for row in going}
+        for row, node in nodes.items():
+            paths[row].append(node)
+        more = {row for row in going if step + 1 < len(outcome.paths[row])}
+        tokens = {
+            row: trees[row].tokens[outcome.paths[row][step + 1]] if row in more else outcome.last[row] for row in going
+        }
+        scores = {row: outcome.scores_BNV[row, node] for row, node in nodes.items()}
+        alive = state.emit(tokens, scores, {row: logits_at(row, node) for row, node in nodes.items()})
+        if in_step:
+            going = going if more == set(going) == alive else []
+        else:
+            going = [row for row in going if row in more and row in alive]
+        step += 1
+    return paths

@@ -1,0 +1,224 @@
+"""evals/distribution.py on a tiny random model: right rules pass, wrong ones do not, no text is counted twice."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import distribution
+from mutants import mutant
+from settings import Settings
+from shards import read_shards
+from units import Bench
+
+ROOT = Path(__file__).parents[2]
+VOCAB = 24
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(6)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, initializer_range=0.4, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    dice = torch.Generator().manual_seed(8)
+    rows = [{"ids": torch.randint(3, VOCAB, (6,), generator=dice).tolist()} for _ in range(60)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def config(model: Path, folder: Path, **changes: Any) -> Path:
+    settings = {
+        "model": str(model),
+        "drafts": ["noise:0.3"],
+        "prompts": {"path": str(model / "prompts.jsonl"), "field": "ids", "limit": 6},
+        "rules": ["coupled", "traversal"],
+        "tree": {"max_nodes": 6, "max_depth": 3, "max_children": 2},
+        "new_tokens": 30,
+        **changes,
+    }
+    path = folder / "settings.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def run(model: Path, folder: Path, *arguments: str, **changes: Any) -> int:
+    path = config(model, folder, **changes)
+    return distribution.main(["--config", str(path), "--out", str(folder / "out"), "--quiet", *arguments])
+
+
+def numbers(folder: Path) -> dict[str, Any]:
+    """Everything that is not a time."""
+    found = json.loads((folder / "out" / "results.json").read_text())
+    for arm in found["arms"]:
+        del arm["seconds"]
+    with open(folder / "out" / "results.csv", newline="") as file:
+        return {**found, "rows": list(csv.DictReader(file))}
+
+
+def test_a_run_writes_what_it_found(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    joint = {"prompts": 2, "samples": 60, "tokens": 3, "branches": 3, "rows": 30}
+    sampling = [{}, {"temperature": 0.7, "top_p": 0.9}]
+    assert run(model, tmp_path, joint=joint, sampling=sampling) == 0
+    line = capsys.readouterr().out.strip().splitlines()[-1]
+    found = numbers(tmp_path)
+    assert line == found["verdict"] and line.startswith("PASS (family 0.001): 4 lossless arms of at least ")
+    assert [arm["arm"] for arm in found["arms"]] == [
+        "coupled noise:0.3", "traversal noise:0.3", "coupled noise:0.3 temperature=0.7 top_p=0.9",
+        "traversal noise:0.3 temperature=0.7 top_p=0.9", "stock none temperature=0.7 top_p=0.9", "stock none",
+    ]  # fmt: skip
+    tests = [row["test"] for row in found["rows"] if row["arm"] == "traversal noise:0.3"]
+    assert tests == [
+        "possible", "ks_p", "bins_p", "score_p", "ks_ratio", "bins_ratio", "score_ratio", "joint", "stock",
+    ]  # fmt: skip
+    assert [row["test"] for row in found["rows"] if row["arm"] == "stock none"] == ["joint"]
+    assert all(float(row["p"]) > 1e-5 for row in found["rows"])
+    arm = found["arms"][1]
+    assert 60 < arm["tokens"] <= 180 and 0.2 < arm["accepted_a_round"] < 3
+    assert 0.1 < arm["finds"] < arm["bound"] < 1
+    assert (tmp_path / "out" / "results.png").stat().st_size > 5_000
+
+
+def test_a_mutant_is_caught_and_too_few_texts_are_said_to_miss_it(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(model, tmp_path, "--inject", "M03", repeats=16) == 0
+    assert capsys.readouterr().out.startswith("PASS (family 0.001): caught: M03 rrsw noise:0.3 (p=")
+    assert run(model, tmp_path, "--inject", "M03", "--fresh", "--limit", "1", "--new-tokens", "2") == 3
+    assert capsys.readouterr().out.startswith("MISSED (family 0.001): not told from the target's law: M03 rrsw")
+
+
+def test_a_rule_that_breaks_its_claim_fails_the_run(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with mutant("M03"):
+        assert run(model, tmp_path, rules=["rrsw"], repeats=16) == 1
+    assert capsys.readouterr().out.startswith("FAIL (family 0.001): not the target's law: rrsw noise:0.3 (p=")
+
+
+def test_a_run_that_was_stopped_goes_on(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir(), parts.mkdir()
+    run(model, whole)
+    right, calls = Bench.text, []
+
+    def until(self: Bench, *arguments: Any) -> Any:
+        calls.append(arguments[1].index)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return right(self, *arguments)
+
+    monkeypatch.setattr(Bench, "text", until)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, parts)
+    (shard,) = (parts / "out").glob("shard-*.jsonl")
+    assert shard.read_bytes().count(b"\n") == 5
+    # As if the last line had not been written to its end.
+    shard.write_bytes(shard.read_bytes()[:-7])
+    run(model, parts)
+    assert len(calls) == 6 + 12 - 4
+    assert numbers(parts) == numbers(whole)
+    run(model, parts)
+    assert len(calls) == 14 and numbers(parts) == numbers(whole)
+    assert run(model, parts, "--seed", "9") == 2
+    assert len(calls) == 14
+
+
+def environment() -> dict[str, str]:
+    places = [str(ROOT), str(ROOT / "kernels" / "torch-ext")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.mark.slow
+def test_a_killed_process_goes_on(model: Path, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir(), parts.mkdir()
+    run(model, whole)
+    command = [
+        sys.executable, str(ROOT / "evals" / "distribution.py"), "--config", str(config(model, parts)),
+        "--out", str(parts / "out"),
+    ]  # fmt: skip
+    process = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 300
+    while len(read_shards(parts / "out")) < 3 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "it had ended before it could be killed"
+    assert 3 <= len(read_shards(parts / "out")) < 12
+    subprocess.run(command, env=environment(), check=True, capture_output=True)
+    assert numbers(parts) == numbers(whole)
+
+
+@pytest.mark.slow
+def test_two_processes_come_to_what_one_comes_to(model: Path, tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir(), two.mkdir()
+    joint = {"prompts": 2, "samples": 40, "tokens": 3, "branches": 3, "rows": 20}
+    run(model, one, joint=joint)
+    command = [
+        sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1",
+        "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", "--cpu",
+        str(ROOT / "evals" / "distribution.py"), "--config", str(config(model, two, joint=joint)),
+        "--out", str(two / "out"),
+    ]  # fmt: skip
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("PASS (family") == 1
+    shards = sorted((two / "out").glob("shard-*.jsonl"))
+    assert len(shards) == 2 and all(path.stat().st_size for path in shards)
+    assert numbers(two) == numbers(one)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"rules": ["guess"]}, "rules: 'guess'"), ({"sampling": [{"top_q": 1}]}, "sampling: top_q"),
+     ({"inject": "M02"}, "inject: 'M02'"), ({"joint": {"cells": 3}}, "joint: cells"),
+     ({"new_tokens": 0}, "new_tokens"),
+     ({"family": 2.0}, "family"), ({"colour": 1}, "colour: no such setting"), ({"prompts": {}}, "path or dataset"),
+     ({"prompts": {"path": "nowhere.jsonl"}}, "nowhere.jsonl"), ({"drafts": ["layers:2"]}, "keeps 2 of 2"),
+     ({"prompts": {"path": "x", "dataset": "y"}}, "path or dataset"), ({"prompts": {"way": 1}}, "prompts: way")],
+)  # fmt: skip
+def test_bad_settings_are_named(
+    model: Path, tmp_path: Path, changes: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(model, tmp_path, **changes) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and said in error
+
+
+def test_a_model_that_shapes_its_law_by_itself_is_noticed(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shaped = tmp_path / "shaped"
+    other = LlamaForCausalLM.from_pretrained(model)
+    other.generation_config.suppress_tokens = [5, 6, 7]
+    other.save_pretrained(shaped)
+    assert run(shaped, tmp_path, prompts={"path": str(model / "prompts.jsonl"), "field": "ids"}) == 2
+    assert "the model's generation_config adds processors" in capsys.readouterr().err
+
+
+def test_mutants_run_under_the_rule_that_shows_them() -> None:
+    arms = Settings(inject="M25", rules=("naive",), sampling=({}, {"repetition_penalty": 2.0})).arms()
+    assert [(arm.rule, arm.sampling["repetition_penalty"], arm.lossless) for arm in arms] == [
+        ("rrsw", 1.3, False), ("rrsw", 2.0, False),
+    ]  # fmt: skip
+    assert [arm.name for arm in arms] == [
+        "M25 rrsw ngram repetition_penalty=1.3", "M25 rrsw ngram repetition_penalty=2",
+    ]  # fmt: skip
+    lossy = [arm.rule for arm in Settings().arms() if not arm.lossless]
+    assert lossy == ["typical-lossy"]

@@ -1,0 +1,123 @@
+"""The statistics of the evals against tables and against themselves."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from measures import (
+    chi_square,
+    chi_square_quantile,
+    chi_square_tail,
+    holm,
+    kolmogorov_smirnov,
+    normal_tail,
+    smallest_variation,
+    two_samples,
+    uniform_bins,
+    variation_bound,
+)
+
+
+def test_tails_are_those_of_the_tables() -> None:
+    assert normal_tail(1.959964) == pytest.approx(0.05, abs=1e-7)
+    assert normal_tail(-3.290527) == pytest.approx(0.001, abs=1e-8)
+    for statistic, freedom, p in ((3.841459, 1, 0.05), (18.307038, 10, 0.05), (36.190869, 19, 0.01), (0.0, 3, 1.0)):
+        assert chi_square_tail(statistic, freedom) == pytest.approx(p, abs=1e-7)
+        if statistic:
+            assert chi_square_quantile(p, freedom) == pytest.approx(statistic, abs=1e-5)
+    assert chi_square_tail(math.inf, 3) == 0.0 and chi_square_tail(5.0, 0) == 1.0
+
+
+def test_pearson_by_hand() -> None:
+    # A die of 120 throws: sum (x - 20)^2 / 20 = 5.
+    p, freedom = chi_square([25, 15, 20, 20, 25, 15], [1 / 6] * 6)
+    assert freedom == 5 and p == pytest.approx(chi_square_tail(5.0, 5))
+    # Cells that expect fewer than ten are one: 4 + 4 + 2 of 0.1 together.
+    p, freedom = chi_square([90, 4, 4, 2], [0.9, 0.04, 0.04, 0.02])
+    assert (p, freedom) == (1.0, 1)
+    assert chi_square([99, 1], [1.0, 0.0]) == (0.0, 1)
+    assert chi_square([100, 0], [1.0, 0.0]) == (1.0, 0)
+
+
+def test_two_samples_by_hand() -> None:
+    p, freedom = two_samples({"a": 30, "b": 70}, {"a": 50, "b": 50})
+    # 2 x 2: n (ad - bc)^2 / (margins) = 200 * (30*50 - 70*50)^2 / (100 * 100 * 80 * 120) = 8.333.
+    assert freedom == 1 and p == pytest.approx(chi_square_tail(25 / 3, 1))
+    p, freedom = two_samples({"a": 300, "b": 700}, {"a": 30, "b": 70})
+    assert freedom == 1 and p == pytest.approx(1.0)
+    assert two_samples({"a": 50, "x": 1}, {"a": 50, "y": 1})[1] == 1
+
+
+def test_kolmogorov_smirnov() -> None:
+    even = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    assert kolmogorov_smirnov(even) == pytest.approx(1.0)
+    # Kolmogorov's law: P(sqrt(n) D > 1.3581) = 0.05.
+    shift = 1.3581 / (math.sqrt(100_000) + 0.12) - 0.5 / 100_000
+    many = ((torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000 * (1 - shift) + shift).clamp(0, 1)
+    assert kolmogorov_smirnov(many) == pytest.approx(0.05, abs=1e-3)
+    assert kolmogorov_smirnov(even**2) < 1e-9
+    assert kolmogorov_smirnov(torch.zeros(0)) == 1.0
+
+
+def test_its_p_values_are_uniform_themselves() -> None:
+    dice = torch.Generator().manual_seed(3)
+    values = [kolmogorov_smirnov(torch.rand(200, generator=dice, dtype=torch.float64)) for _ in range(400)]
+    assert kolmogorov_smirnov(torch.tensor(values)) > 1e-3
+    assert 5 <= sum(p < 0.05 for p in values) <= 38
+
+
+def test_bins() -> None:
+    assert uniform_bins(torch.tensor([0.0, 0.049, 0.05, 0.5, 1.0]), 20)[:2] == [2, 1]
+    assert uniform_bins(torch.tensor([1.0]), 4) == [0, 0, 0, 1]
+
+
+def test_holm_goes_on_only_below_what_has_fallen() -> None:
+    assert holm([0.04, 0.001, 0.02], 0.05) == [True, True, True]
+    # 0.03 > 0.05 / 2 stops it, though 0.04 alone would pass 0.05 / 1.
+    assert holm([0.04, 0.001, 0.03], 0.05) == [False, True, False]
+    assert holm([], 0.05) == []
+
+
+@pytest.mark.parametrize(
+    ("freedom", "level", "variation", "n"),
+    [(1, 1e-3, 0.05, 3_200), (1, 1e-3, 0.01, 79_000), (7, 1e-3, 0.02, 28_000), (63, 1e-3, 0.01, 217_000),
+     (63, 1e-4, 0.05, 10_000), (1023, 1e-3, 0.02, 170_000)],
+)  # fmt: skip
+def test_power_is_that_of_the_table(freedom: int, level: float, variation: float, n: int) -> None:
+    """Sample sizes that find a variation with 99 %, as computed elsewhere, rounded."""
+    assert smallest_variation(n, freedom, level) == pytest.approx(variation, rel=0.02)
+
+
+def test_power_is_what_happens() -> None:
+    """The stated variation is found in 99 of 100 runs, half of it is not."""
+    n, level, cells = 4000, 1e-3, 20
+    dice = torch.Generator().manual_seed(1)
+    stated = smallest_variation(n, cells - 1, level)
+
+    def found(variation: float) -> int:
+        law = torch.full((cells,), 1 / cells, dtype=torch.float64)
+        law[::2] += 2 * variation / cells
+        law[1::2] -= 2 * variation / cells
+        hits = 0
+        for _ in range(200):
+            counts = torch.bincount(torch.multinomial(law, n, replacement=True, generator=dice), minlength=cells)
+            hits += chi_square(counts.tolist(), [1 / cells] * cells)[0] < level
+        return hits
+
+    assert found(stated) >= 192
+    assert found(stated / 2) < 100
+    assert smallest_variation(0, 3, level) == smallest_variation(50, 0, level) == 1.0
+    with pytest.raises(ValueError, match="freedom=0"):
+        chi_square_quantile(0.1, 0)
+
+
+def test_the_bound_bounds() -> None:
+    law = [0.1] * 10
+    bound = variation_bound([1000] * 10, law)
+    assert bound == pytest.approx(0.5 * math.sqrt(10 / 10_000) + math.sqrt(math.log(1000) / 20_000))
+    assert variation_bound([2000, 0, *[1000] * 8], law) == pytest.approx(bound + 0.1)
+    assert variation_bound([0] * 10, law) == 1.0
+    assert variation_bound([10, *[0] * 9], law) == 1.0

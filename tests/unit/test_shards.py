@@ -1,0 +1,68 @@
+"""Results of killed, resumed and shared runs: every unit once."""
+
+from __future__ import annotations
+
+import pytest
+
+from shards import OtherRunError, ShardWriter, claim, read_shards
+
+
+def write(folder, rank: int, *keys: str) -> None:
+    with ShardWriter(folder, rank) as out:
+        for key in keys:
+            out.write({"key": key, "value": key * 2})
+
+
+def test_what_is_written_is_read_in_the_order_of_the_keys(tmp_path) -> None:
+    write(tmp_path, 1, "d", "b")
+    write(tmp_path, 0, "c")
+    write(tmp_path, 0, "a")
+    assert list(read_shards(tmp_path)) == ["a", "b", "c", "d"]
+    assert read_shards(tmp_path)["d"] == {"key": "d", "value": "dd"}
+    assert read_shards(tmp_path / "nowhere") == {}
+
+
+@pytest.mark.parametrize("cut", range(1, 25))
+def test_a_line_that_a_kill_has_cut_is_dropped(tmp_path, cut: int) -> None:
+    write(tmp_path, 0, "a", "b")
+    path = tmp_path / "shard-0000.jsonl"
+    whole = path.read_bytes()
+    assert len(whole.splitlines()[1]) == 27
+    path.write_bytes(whole[:-cut])
+    assert list(read_shards(tmp_path)) == ["a"]
+    # Who goes on writes behind the last whole line.
+    write(tmp_path, 0, "c")
+    assert list(read_shards(tmp_path)) == ["a", "c"]
+    assert path.read_bytes().count(b"\n") == 2
+
+
+def test_a_unit_counts_once(tmp_path) -> None:
+    write(tmp_path, 0, "a", "b")
+    write(tmp_path, 5, "b", "c")
+    assert len(read_shards(tmp_path)) == 3
+    with ShardWriter(tmp_path, 1) as out:
+        out.write({"key": "a", "value": "another"})
+    with pytest.raises(ValueError, match="'a' has been done twice, differently"):
+        read_shards(tmp_path)
+
+
+def test_a_broken_line_inside_is_an_error(tmp_path) -> None:
+    (tmp_path / "shard-0000.jsonl").write_text('{"key": "a"}\n{"key": \n{"key": "b"}\n')
+    with pytest.raises(ValueError, match="line 2 is broken"):
+        read_shards(tmp_path)
+
+
+def test_a_folder_belongs_to_one_run(tmp_path) -> None:
+    folder = tmp_path / "out"
+    claim(folder, "one", {"seed": 1}, fresh=False)
+    write(folder, 0, "a")
+    claim(folder, "one", {"seed": 1}, fresh=False)
+    with pytest.raises(OtherRunError, match="other settings"):
+        claim(folder, "two", {"seed": 2}, fresh=False)
+    assert list(read_shards(folder)) == ["a"]
+    claim(folder, "two", {"seed": 2}, fresh=True)
+    assert read_shards(folder) == {}
+    (folder / "run.json").unlink()
+    write(folder, 0, "a")
+    with pytest.raises(OtherRunError, match="unknown run"):
+        claim(folder, "two", {}, fresh=False)

@@ -1,0 +1,115 @@
+"""From records to a verdict, on records that are made up."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from measures import normal_tail
+from settings import Settings
+from verdict import _normal_of, judge
+
+RULES = ("traversal", "typical-lossy")
+
+
+def records(bent: dict[str, float] | None = None, n: int = 3000, **changes: Any) -> list[dict[str, Any]]:
+    """Texts of two arms; `bent` moves the places of an arm towards 0."""
+    dice = torch.Generator().manual_seed(7)
+    out = []
+    for rule in RULES:
+        power = (bent or {}).get(rule, 1.0)
+        for prompt in range(3):
+            places = (torch.rand(n // 3, generator=dice, dtype=torch.float64) ** power).tolist()
+            out.append({
+                "key": f"{prompt} text {rule}", "kind": "text", "arm": f"{rule} ngram", "prompt": prompt, "n": n // 3,
+                "used": n // 3, "edge": 0, "impossible": 0, "place_p": places, "score_p": [3.0, 100.0], "seconds": 1.0,
+                "stats": {"row_rounds": 10, "accepted": 5, "expected": 5.5, "drafted": 40}, **changes,
+            })  # fmt: skip
+    return out
+
+
+def settings(**changes: Any) -> Settings:
+    return Settings(**{"rules": RULES, **changes})
+
+
+def test_right_rules_pass_and_wrong_ones_are_caught() -> None:
+    found = judge(settings(), records({"typical-lossy": 1.4}))
+    assert found.code == 0 and found.line.startswith("PASS (family 0.001): caught: typical-lossy ngram (p=")
+    assert "1 lossless arms of at least 3000 tokens follow it" in found.line
+    good, bad = found.arms
+    assert good["passes"] and not bad["passes"] and bad["failed_tests"] == ["ks_p", "bins_p"]
+    assert (good["tokens"], good["accepted_a_round"], good["expected_a_round"], good["seconds"]) == (
+        3000,
+        0.5,
+        0.55,
+        3.0,
+    )
+    assert 0.02 < good["finds"] < 0.1 and good["bound"] > 0.03
+    scores = [row for row in found.rows if row["test"] == "score_p"]
+    assert [row["p"] for row in scores] == [pytest.approx(normal_tail(9 / 300**0.5))] * 2
+
+
+def test_order_does_not_matter() -> None:
+    mixed = records({"typical-lossy": 1.4})
+    random.Random(1).shuffle(mixed)
+    assert judge(settings(), mixed) == judge(settings(), records({"typical-lossy": 1.4}))
+
+
+def test_a_claim_that_fails_outweighs_all_else() -> None:
+    found = judge(settings(), records({"traversal": 1.4}))
+    assert found.code == 1 and found.line.startswith("FAIL (family 0.001): not the target's law: traversal ngram (p=")
+    assert "not told from the target's law: typical-lossy" in found.line
+
+
+def test_what_is_wrong_and_not_caught_is_said() -> None:
+    found = judge(settings(), records())
+    assert found.code == 3 and found.line.startswith("MISSED (family 0.001): not told from")
+
+
+def test_an_impossible_token_fails_by_itself() -> None:
+    found = judge(settings(rules=("traversal",)), records(impossible=1)[:3])
+    assert found.code == 1 and found.arms[0]["failed_tests"] == ["possible"]
+    assert judge(settings(rules=("traversal",)), records(edge=1)[:3]).code == 0
+
+
+def test_nothing_measured_is_no_pass() -> None:
+    found = judge(settings(), [])
+    assert found.code == 1 and found.line == "FAIL: nothing was measured"
+
+
+def joint(rule: str, counts: dict[str, int], prompt: int = 0) -> dict[str, Any]:
+    arm = "stock none" if rule == "stock" else f"{rule} ngram"
+    law = {"1": 0.5, "2": 0.3, "*": 0.2}
+    return {
+        "key": f"{prompt} joint {arm}",
+        "kind": "joint",
+        "arm": arm,
+        "prompt": prompt,
+        "counts": counts,
+        "law": law,
+    }
+
+
+def test_first_tokens_are_judged_by_their_law_and_by_plain_decoding() -> None:
+    right = {"1": 500, "2": 300, "*": 200}
+    tilted = {"1": 590, "2": 250, "*": 160}
+    told = settings(rules=("traversal",))
+    found = judge(told, [joint("traversal", right), joint("stock", right)])
+    assert found.code == 0 and [row["test"] for row in found.rows] == ["joint", "stock", "joint"]
+    assert all(row["p"] > 0.9 and row["bound"] != 0 for row in found.rows)
+    wrong = judge(told, [joint("traversal", tilted), joint("stock", right)])
+    assert wrong.code == 1 and wrong.arms[0]["failed_tests"] == ["joint", "stock"]
+    # Plain decoding is judged too.
+    assert judge(told, [joint("traversal", right), joint("stock", tilted)]).arms[1]["failed_tests"] == ["joint"]
+    # Prompts add up: neither alone would be enough.
+    slight = {"1": 556, "2": 272, "*": 172}
+    assert judge(told, [joint("traversal", slight)]).code == 0
+    assert judge(told, [joint("traversal", slight, prompt) for prompt in range(4)]).code == 1
+
+
+def test_normal_scores_of_p_values() -> None:
+    for z in (-3.0, 0.0, 2.5, 6.5, 20.0):
+        assert _normal_of(normal_tail(z) / 2 if z >= 0 else 1 - normal_tail(z) / 2) == pytest.approx(z, abs=1e-6)
