@@ -25,7 +25,6 @@ from hf_treespec import (
     TreeConfigError,
     TreeSpecWarning,
     UnsupportedCallError,
-    UnsupportedModelError,
     _compat,
     enable,
     is_supported,
@@ -112,7 +111,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         UnsupportedCallError,
         r"TreeConfig\(draft='ngram'\) with an assistant_model",
     ),
-    "bad draft": ({"assistant_model": mamba()}, UnsupportedModelError, r"assistant_model \(MambaForCausalLM\) cannot"),
+    "bad draft": (
+        {"assistant_model": mamba()},
+        UnsupportedCallError,
+        r"assistant_model is a MambaForCausalLM.*cannot draft trees",
+    ),
     "no cache": ({"use_cache": False}, UnsupportedCallError, "use_cache=False with tree_config"),
     "ranks": ({"synced_gpus": True}, UnsupportedCallError, "synced_gpus=True with tree_config.*init_process_group"),
     "embeddings": (
