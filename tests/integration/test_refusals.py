@@ -128,7 +128,10 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
         r"attention_mask is 13 wide: expected 11 .* or 15",
     ),
     "recurrent_draft": (
-        lambda: {"assistant_model": MambaForCausalLM(MambaConfig(vocab_size=97, hidden_size=8, num_hidden_layers=1))},
+        # Probed before the forwards are counted.
+        lambda: {
+            "assistant_model": enable(MambaForCausalLM(MambaConfig(vocab_size=97, hidden_size=8, num_hidden_layers=1)))
+        },
         UnsupportedCallError,
         "assistant_model is a MambaForCausalLM, which takes no tree mask",
     ),
