@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 import slot_models
 from calls import BUSHES, CHAINS_OF_4, GREEDY, SAMPLED, twice
-from hf_treespec import _compat, enable, is_supported
-from hf_treespec.api.probe import find_position_modules, probe_masks
+from hf_treespec import Support, _compat, enable, is_supported
+from hf_treespec.api import hooks
 from hf_treespec.routes import Route
 from slot_models import VOCAB, prompt
 from tiny import assert_same_cache
@@ -136,12 +136,16 @@ def test_positions_that_skip_padding_go_path_by_path(batch: int) -> None:
     twice(ids, mask, models=(stock, enable(treed)), maker="deep", max_new_tokens=12)
 
 
-def test_positions_that_are_told_and_counted_are_taken_by_depth_once() -> None:
+@batches
+def test_positions_that_are_told_and_counted_are_taken_by_depth_once(
+    monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
     """Sent down this route by force, a model that heeds position_ids is told slots: nothing is moved twice."""
-    model = build(LlamaForCausalLM)
-    names = find_position_modules(model)
-    assert names == ("model.rotary_emb",)
-    assert probe_masks(model, Route.POSITION_HOOK, names) == (None, True)
+    forced = Support(True, Route.POSITION_HOOK, "by this test")
+    monkeypatch.setattr(hooks, "is_supported", lambda model: forced)
+    ids, mask = prompt(batch)
+    pair = twice(ids, mask, models=pair_of(LlamaForCausalLM), maker="wide", max_new_tokens=21)
+    assert pair.stats.accepted_tokens == 13 * batch
 
 
 @pytest.mark.parametrize("family", ["bart", "falcon", "bloom"])

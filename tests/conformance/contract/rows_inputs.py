@@ -154,7 +154,7 @@ ROWS = section(
     ("a 4D mask", square_mask),
     ("position_ids with an offset", offset_positions),
     ("learned positions up to the last one", last_positions),
-    ("alibi (Bloom)", own(models.bloom, helper="lookup"), "read path by path"),
+    ("alibi (Bloom)", own(models.bloom, helper="lookup"), "its bias is counted by depth"),
     ("token_type_ids", token_types),
     ("mm_token_type_ids on a model that has none", image_kinds),
     Row("1.4", "inputs_embeds alone", lambda side: embeds(side, with_ids=False), also="0.3 loud"),
