@@ -2,7 +2,8 @@
 
     python evals/distribution.py --config configs/evals/smollm2.yaml
     python evals/distribution.py --config configs/evals/smollm2.yaml --inject M07
-    accelerate launch --num_processes 2 --cpu evals/distribution.py --config configs/evals/smollm2.yaml
+    accelerate launch --num_processes 2 evals/distribution.py --config configs/evals/smollm2.yaml
+    torchrun --nproc-per-node 2 evals/distribution.py --config configs/evals/smollm2.yaml
 
 Texts are generated under every rule, and the target reads each of them once more: its conditional laws are the null
 hypothesis, so no reference samples are needed. docs/lossless.md says what is tested and what the verdict means.
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
 import platform
 import sys
 import warnings
@@ -149,6 +151,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from accelerate import PartialState
 
     state = PartialState()
+    if state.num_processes == 1 and "MASTER_ADDR" in os.environ:
+        print(
+            "accelerate started one process: on CPUs it starts several through MPI only; "
+            "torchrun --nproc-per-node 2 does without",
+            file=sys.stderr,
+        )
     try:
         changes = {name: getattr(told, name) for name in ("inject", "rules", "new_tokens", "seed")}
         settings = Settings.read(told.config, changes)

@@ -46,10 +46,10 @@ def config(model: Path, folder: Path, **changes: Any) -> Path:
     settings = {
         "model": str(model),
         "drafts": ["noise:0.3"],
-        "prompts": {"path": str(model / "prompts.jsonl"), "field": "ids", "limit": 6},
+        "prompts": {"path": str(model / "prompts.jsonl"), "field": "ids", "limit": 4},
         "rules": ["coupled", "traversal"],
         "tree": {"max_nodes": 6, "max_depth": 3, "max_children": 2},
-        "new_tokens": 30,
+        "new_tokens": 16,
         **changes,
     }
     path = folder / "settings.yaml"
@@ -74,7 +74,7 @@ def numbers(folder: Path) -> dict[str, Any]:
 def test_a_run_writes_what_it_found(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     joint = {"prompts": 2, "samples": 60, "tokens": 3, "branches": 3, "rows": 30}
     sampling = [{}, {"temperature": 0.7, "top_p": 0.9}]
-    assert run(model, tmp_path, joint=joint, sampling=sampling) == 0
+    assert run(model, tmp_path, joint=joint, sampling=sampling, repeats=4) == 0
     line = capsys.readouterr().out.strip().splitlines()[-1]
     found = numbers(tmp_path)
     assert line == found["verdict"] and line.startswith("PASS (family 0.001): 4 lossless arms of at least ")
@@ -89,7 +89,7 @@ def test_a_run_writes_what_it_found(model: Path, tmp_path: Path, capsys: pytest.
     assert [row["test"] for row in found["rows"] if row["arm"] == "stock none"] == ["joint"]
     assert all(float(row["p"]) > 1e-5 for row in found["rows"])
     arm = found["arms"][1]
-    assert 60 < arm["tokens"] <= 180 and 0.2 < arm["accepted_a_round"] < 3
+    assert 100 < arm["tokens"] <= 256 and 0.2 < arm["accepted_a_round"] < 3
     assert 0.1 < arm["finds"] < arm["bound"] < 1
     assert (tmp_path / "out" / "results.png").stat().st_size > 5_000
 
@@ -97,7 +97,7 @@ def test_a_run_writes_what_it_found(model: Path, tmp_path: Path, capsys: pytest.
 def test_a_mutant_is_caught_and_too_few_texts_are_said_to_miss_it(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(model, tmp_path, "--inject", "M03", repeats=16) == 0
+    assert run(model, tmp_path, "--inject", "M03", repeats=32) == 0
     assert capsys.readouterr().out.startswith("PASS (family 0.001): caught: M03 rrsw noise:0.3 (p=")
     assert run(model, tmp_path, "--inject", "M03", "--fresh", "--limit", "1", "--new-tokens", "2") == 3
     assert capsys.readouterr().out.startswith("MISSED (family 0.001): not told from the target's law: M03 rrsw")
@@ -107,7 +107,7 @@ def test_a_rule_that_breaks_its_claim_fails_the_run(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with mutant("M03"):
-        assert run(model, tmp_path, rules=["rrsw"], repeats=16) == 1
+        assert run(model, tmp_path, rules=["rrsw"], repeats=32) == 1
     assert capsys.readouterr().out.startswith("FAIL (family 0.001): not the target's law: rrsw noise:0.3 (p=")
 
 
@@ -119,7 +119,7 @@ def test_a_run_that_was_stopped_goes_on(model: Path, tmp_path: Path, monkeypatch
 
     def until(self: Bench, *arguments: Any) -> Any:
         calls.append(arguments[1].index)
-        if len(calls) == 6:
+        if len(calls) == 5:
             raise KeyboardInterrupt
         return right(self, *arguments)
 
@@ -127,16 +127,16 @@ def test_a_run_that_was_stopped_goes_on(model: Path, tmp_path: Path, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         run(model, parts)
     (shard,) = (parts / "out").glob("shard-*.jsonl")
-    assert shard.read_bytes().count(b"\n") == 5
+    assert shard.read_bytes().count(b"\n") == 4
     # As if the last line had not been written to its end.
     shard.write_bytes(shard.read_bytes()[:-7])
     run(model, parts)
-    assert len(calls) == 6 + 12 - 4
+    assert len(calls) == 5 + 8 - 3
     assert numbers(parts) == numbers(whole)
     run(model, parts)
-    assert len(calls) == 14 and numbers(parts) == numbers(whole)
+    assert len(calls) == 10 and numbers(parts) == numbers(whole)
     assert run(model, parts, "--seed", "9") == 2
-    assert len(calls) == 14
+    assert len(calls) == 10
 
 
 def environment() -> dict[str, str]:
@@ -148,9 +148,9 @@ def environment() -> dict[str, str]:
 def test_a_killed_process_goes_on(model: Path, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir(), parts.mkdir()
-    run(model, whole)
+    run(model, whole, repeats=8)
     command = [
-        sys.executable, str(ROOT / "evals" / "distribution.py"), "--config", str(config(model, parts)),
+        sys.executable, str(ROOT / "evals" / "distribution.py"), "--config", str(config(model, parts, repeats=8)),
         "--out", str(parts / "out"),
     ]  # fmt: skip
     process = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL)
@@ -159,28 +159,38 @@ def test_a_killed_process_goes_on(model: Path, tmp_path: Path) -> None:
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, "it had ended before it could be killed"
-    assert 3 <= len(read_shards(parts / "out")) < 12
+    assert 3 <= len(read_shards(parts / "out")) < 8
     subprocess.run(command, env=environment(), check=True, capture_output=True)
     assert numbers(parts) == numbers(whole)
 
 
+LAUNCHERS = {
+    # On CPUs accelerate starts several processes through MPI only, and one without it.
+    "accelerate": ["accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1", "--cpu"],
+    "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+}
+
+
 @pytest.mark.slow
-def test_two_processes_come_to_what_one_comes_to(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", list(LAUNCHERS))
+def test_two_processes_come_to_what_one_comes_to(model: Path, tmp_path: Path, launcher: str) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir(), two.mkdir()
     joint = {"prompts": 2, "samples": 40, "tokens": 3, "branches": 3, "rows": 20}
     run(model, one, joint=joint)
     command = [
-        sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1",
-        "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", "--cpu",
-        str(ROOT / "evals" / "distribution.py"), "--config", str(config(model, two, joint=joint)),
-        "--out", str(two / "out"),
+        sys.executable, "-m", *LAUNCHERS[launcher], str(ROOT / "evals" / "distribution.py"),
+        "--config", str(config(model, two, joint=joint)), "--out", str(two / "out"),
     ]  # fmt: skip
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("PASS (family") == 1
     shards = sorted((two / "out").glob("shard-*.jsonl"))
-    assert len(shards) == 2 and all(path.stat().st_size for path in shards)
+    assert all(path.stat().st_size for path in shards)
+    if launcher == "torchrun":
+        assert len(shards) == 2
+    else:
+        assert len(shards) == 2 or "accelerate started one process" in done.stderr
     assert numbers(two) == numbers(one)
 
 
