@@ -3,9 +3,10 @@
     python evals/acceptance.py --data DIR [--draft drop:16-22] [--out evals/results]
 
 DIR holds HumanEval.jsonl.gz, gsm8k_test.jsonl and mt_bench.jsonl. The target is SmolLM2-135M-Instruct in float32, the
-draft the target without some of its layers, or another of evals/drafts.py. *Nodes*: contexts of text that the target has sampled; per temperature and
-number of children what a rule accepts there, and the bound for its draws (evals/optima.py). *Trees*: the tokens that
-whole rounds of generate() accept, and what they accept in the mean over the coins.
+draft the target without some of its layers, or another of evals/drafts.py. *Nodes*: contexts of text that the target
+has sampled; per temperature and number of children what a rule accepts there, and the bound for its draws
+(evals/optima.py). *Trees*: the tokens that whole rounds of generate() accept, and what they accept in the mean over the
+coins.
 """
 
 from __future__ import annotations
