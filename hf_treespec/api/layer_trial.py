@@ -17,7 +17,7 @@ from hf_treespec import _compat
 from hf_treespec.cache import CallTrial, forget, is_named, layer_kind
 from hf_treespec.errors import TreeSpecError
 
-__all__ = ["check_states", "forget_layers", "try_layers"]
+__all__ = ["check_states", "forget_layers", "has_unnamed_layers", "try_layers"]
 
 # Rows and tokens of the forwards: both must differ. The second sequence goes on, behind a cache.
 _FORWARDS = ((3, (5,)), (1, (7, 4)))
@@ -34,6 +34,11 @@ def unknown_layers(cache: Any) -> list[Any]:
         for layer in getattr(cache, "layers", ())
         if layer_kind(layer) is None and not is_named(type(layer)) and not _compat.is_linear_attention(layer)
     ]
+
+
+def has_unnamed_layers(model: PreTrainedModel) -> bool:
+    """Whether all that is known of some layers of its cache is what a trial has found, or will."""
+    return not all(is_named(type(layer)) for layer in getattr(_compat.make_cache(model.config), "layers", ()))
 
 
 def try_layers(model: PreTrainedModel) -> str | None:

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 import tiny
 from calls import GREEDY, SAMPLED, twice
 from hf_treespec import UnsupportedCallError, _compat, enable, is_supported
-from hf_treespec.cache import forget, layer_kind
+from hf_treespec.cache import layer_kind
 from tiny import build, cache_argument, prompt
 
 batches = pytest.mark.parametrize("batch", [1, 3])
@@ -68,12 +68,15 @@ def known_to_transformers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+def fresh(kind: str) -> Any:
+    model = build("llama")
+    model.config.layer_types = [kind, "full_attention"]
+    return model
+
+
 @functools.cache
 def pair_of(kind: str) -> tuple[Any, Any]:
-    models = build("llama"), build("llama")
-    for model in models:
-        model.config.layer_types = [kind, "full_attention"]
-    return models[0], enable(models[1])
+    return fresh(kind), enable(fresh(kind))
 
 
 @pytest.mark.parametrize(("kind", "how"), [("renamed", "dense"), ("counted", "replayed")])
@@ -115,21 +118,17 @@ def test_a_passed_in_cache_goes_on(batch: int) -> None:
         assert ours.layers[0].reads == theirs.layers[0].reads == ids.shape[1] - 1
 
 
-def test_a_layer_that_mixes_slots_is_not_given_a_tree_mask() -> None:
-    support = is_supported(pair_of("smearing")[0])
-    assert support.route != "mask"
-    if support.ok:
-        for batch in (1, 3):
-            ids, mask = prompt("llama", batch)
-            twice(ids, mask, models=pair_of("smearing"), max_new_tokens=24, **SAMPLED)
+@batches
+def test_a_layer_that_mixes_slots_is_read_path_by_path(batch: int) -> None:
+    assert is_supported(fresh("smearing")).route == "paths"
+    ids, mask = prompt("llama", batch)
+    twice(ids, mask, models=pair_of("smearing"), max_new_tokens=24, **SAMPLED)
 
 
-def test_a_layer_that_counts_forwards_gets_no_tree_mask() -> None:
-    support = is_supported(pair_of("forgetful")[0])
-    assert support.route != "mask"
-    if support.ok:
-        ids, mask = prompt("llama", 1)
-        twice(ids, mask, models=pair_of("forgetful"), max_new_tokens=24, **SAMPLED)
+def test_a_layer_that_counts_forwards_is_refused() -> None:
+    """How many tokens share a forward changes what it holds, so that no tree can give what plain decoding gives."""
+    support = is_supported(fresh("forgetful"))
+    assert support.route in ("refuse", "token-by-token") and "off by" in support.reason
 
 
 def test_a_draft_whose_rows_cannot_part_is_refused() -> None:
@@ -143,11 +142,9 @@ def test_a_draft_whose_rows_cannot_part_is_refused() -> None:
 
 
 def test_a_class_that_failed_is_forgotten() -> None:
-    forget(SmearingLayer)
-    is_supported(pair_of("smearing")[0])
+    is_supported(fresh("forgetful"))
+    cache = DynamicCache(config=fresh("forgetful").config)
     with pytest.raises(UnsupportedCallError, match="class ForgetfulLayer cannot take a tree"):
-        forget(ForgetfulLayer)
-        cache = DynamicCache(config=pair_of("forgetful")[0].config)
         ids, mask = prompt("llama", 1)
         tiny.treed("llama").generate(
             ids, attention_mask=mask, tree_config=tiny.TreeConfig(), max_new_tokens=2, **cache_argument(cache)
