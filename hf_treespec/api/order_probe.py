@@ -107,7 +107,16 @@ _State = dict[str, Tensor]
 # Share of the largest value of a tensor by which rounding may change it, by the dtype of the weights.
 _STATE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
 _LOW_PRECISION_TOLERANCE = 0.1
-_TROUBLE = (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, KeyError, IndexError)
+_TROUBLE = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    NotImplementedError,
+    AttributeError,
+    KeyError,
+    IndexError,
+    AssertionError,
+)
 _REASON = {
     True: "two rounds on its state, kept and repeated per path, equal plain steps, alone and in a padded batch",
     False: "two rounds on its state, kept and repeated per path, equal plain steps; calls of several rows or with "

@@ -151,7 +151,9 @@ def _probed(model: PreTrainedModel) -> tuple[Support, bool]:
             return Support(True, Route.PATHS, _PROVEN_PATHS + why), final
         reasons.append(error)
         final = final and sure
-    if _is_order_bound(model):
+    fault = None if _is_order_bound(model) else without_baseline(model)
+    if not fault and not _compat.is_encoder_decoder(model):
+        # What its cache does not tell of, such as a state on a module, is found by what the model does.
         found = probe_order(model)
         final = final and found.final
         _remember(_TRAITS, _key(model), found.traits)
@@ -159,7 +161,7 @@ def _probed(model: PreTrainedModel) -> tuple[Support, bool]:
             return Support(True, found.route, found.reason + why), final
         reasons.append(found.reason)
     said = "; and path by path, ".join(dict.fromkeys(reasons))
-    fault = without_baseline(model)
+    fault = fault or without_baseline(model)
     return _refuse(f"{fault}; {said}" if fault else said), final
 
 
