@@ -29,6 +29,10 @@ _PROVEN_BY = {
     Route.ALIBI: " with its bias by distance taken by depth",
 }
 _PROVEN_PATHS = "a probe tree equals its paths when each is a batch row"
+# By model type: what a probe as short as ours cannot see.
+_ONE_BY_ONE = {
+    "moshi": "behind its window of some thousand tokens it masks several tokens of a forward otherwise than one",
+}
 _LOCK = threading.Lock()
 _ANSWERS: OrderedDict[tuple[Any, ...], Support] = OrderedDict()
 _POSITION_MODULES: OrderedDict[tuple[Any, ...], tuple[str, ...]] = OrderedDict()
@@ -135,6 +139,9 @@ def path_traits(model: Any) -> PathTraits:
 def _probed(model: PreTrainedModel) -> tuple[Support, bool]:
     """The answer of the probes, and whether it is final."""
     reasons, final, why = [], True, ""
+    if why_steps := _ONE_BY_ONE.get(model.config.model_type, ""):
+        found = probe_order(model, why_steps=why_steps)
+        return Support(found.route is not Route.REFUSE, found.route, found.reason), found.final
     if structure := own_structure(model.config):
         named = ", ".join(f"{name}={size}" for name, size in structure.items())
         why = f"; its config names {named}: attention that may count in cache slots, farther than a probe can see"
@@ -151,9 +158,7 @@ def _probed(model: PreTrainedModel) -> tuple[Support, bool]:
             return Support(True, Route.PATHS, _PROVEN_PATHS + why), final
         reasons.append(error)
         final = final and sure
-    fault = None if _is_order_bound(model) else without_baseline(model)
-    if not fault and not _compat.is_encoder_decoder(model):
-        # What its cache does not tell of, such as a state on a module, is found by what the model does.
+    if _is_order_bound(model):
         found = probe_order(model)
         final = final and found.final
         _remember(_TRAITS, _key(model), found.traits)
@@ -161,7 +166,7 @@ def _probed(model: PreTrainedModel) -> tuple[Support, bool]:
             return Support(True, found.route, found.reason + why), final
         reasons.append(found.reason)
     said = "; and path by path, ".join(dict.fromkeys(reasons))
-    fault = fault or without_baseline(model)
+    fault = without_baseline(model)
     return _refuse(f"{fault}; {said}" if fault else said), final
 
 
