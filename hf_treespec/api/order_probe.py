@@ -46,8 +46,13 @@ class Finding(NamedTuple):
     final: bool
 
 
-def probe_order(model: PreTrainedModel) -> Finding:
-    """Compare rounds on the model's own state with plain decoding of the same tokens one by one."""
+def probe_order(model: PreTrainedModel, *, why_steps: str = "") -> Finding:
+    """Compare rounds on the model's own state with plain decoding of the same tokens one by one.
+
+    Args:
+        model: the model.
+        why_steps: why several tokens are not tried at once, if that is known.
+    """
     with _unchanged_modules(model):
         try:
             with evaluation(model):
@@ -56,7 +61,7 @@ def probe_order(model: PreTrainedModel) -> Finding:
             reason = f"the probe forward raised {type(error).__name__}: {error}"
             return Finding(Route.REFUSE, reason, PathTraits(), final=False)
         route = Route.OWN_STATE if own else Route.PATHS
-        off, final = _compared(model, route, traits, batch=1)
+        off, final = (why_steps, True) if why_steps else _compared(model, route, traits, batch=1)
         if off is None:
             padded, sure = _compared(model, route, traits, batch=2)
             return Finding(
@@ -107,7 +112,16 @@ _State = dict[str, Tensor]
 # Share of the largest value of a tensor by which rounding may change it, by the dtype of the weights.
 _STATE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
 _LOW_PRECISION_TOLERANCE = 0.1
-_TROUBLE = (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, KeyError, IndexError)
+_TROUBLE = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    NotImplementedError,
+    AttributeError,
+    KeyError,
+    IndexError,
+    AssertionError,
+)
 _REASON = {
     True: "two rounds on its state, kept and repeated per path, equal plain steps, alone and in a padded batch",
     False: "two rounds on its state, kept and repeated per path, equal plain steps; calls of several rows or with "

@@ -29,6 +29,10 @@ _PROVEN_BY = {
     Route.ALIBI: " with its bias by distance taken by depth",
 }
 _PROVEN_PATHS = "a probe tree equals its paths when each is a batch row"
+# By model type: what a probe as short as ours cannot see.
+_ONE_BY_ONE = {
+    "moshi": "behind its window of some thousand tokens it masks several tokens of a forward otherwise than one",
+}
 _LOCK = threading.Lock()
 _ANSWERS: OrderedDict[tuple[Any, ...], Support] = OrderedDict()
 _POSITION_MODULES: OrderedDict[tuple[Any, ...], tuple[str, ...]] = OrderedDict()
@@ -135,6 +139,9 @@ def path_traits(model: Any) -> PathTraits:
 def _probed(model: PreTrainedModel) -> tuple[Support, bool]:
     """The answer of the probes, and whether it is final."""
     reasons, final, why = [], True, ""
+    if why_steps := _ONE_BY_ONE.get(model.config.model_type, ""):
+        found = probe_order(model, why_steps=why_steps)
+        return Support(found.route is not Route.REFUSE, found.route, found.reason), found.final
     if structure := own_structure(model.config):
         named = ", ".join(f"{name}={size}" for name, size in structure.items())
         why = f"; its config names {named}: attention that may count in cache slots, farther than a probe can see"

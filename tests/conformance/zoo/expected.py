@@ -6,7 +6,6 @@ from __future__ import annotations
 REFUSED: dict[str, str] = {
     "blt": "plain generate() fails as well: its config has no number of layers to make a cache for",
     "cpmant": "every step reads the whole text again and slices it by the length of the cache",
-    "moshi": "behind a window its cached decoding is not what it computes without, and hangs on what is read at once",
     "musicgen": "a token is several codebooks in rows of their own, shifted by a pattern of delays",
     "musicgen_melody": "a token is several codebooks in rows of their own, shifted by a pattern of delays",
     "openai-gpt": "it has no cache",
