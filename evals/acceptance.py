@@ -5,8 +5,8 @@
 DIR holds HumanEval.jsonl.gz, gsm8k_test.jsonl and mt_bench.jsonl. The target is SmolLM2-135M-Instruct in float32, the
 draft the target without some of its layers, or another of evals/drafts.py. *Nodes*: contexts of text that the target
 has sampled; per temperature and number of children what a rule accepts there, and the bound for its draws
-(evals/optima.py). *Trees*: the tokens that whole rounds of generate() accept, and what they accept in the mean over the
-coins.
+(evals/optima.py). *Trees*: the tokens that whole rounds of generate() accept, and what they accept in the mean over
+the coins.
 """
 
 from __future__ import annotations
