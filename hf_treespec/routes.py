@@ -10,17 +10,19 @@ __all__ = ["PathTraits", "Route"]
 
 @dataclass(frozen=True, slots=True)
 class PathTraits:
-    """What a probe found out about a model that reads trees path by path.
+    """What a probe found out about a model besides its route.
 
     Args:
         attributes: modules that keep state themselves: name of the module, name of the buffer or attribute.
         axes: tensors of the state whose first axis is not that of the rows: name of the place, and the axis, or None.
         alone: whether several tokens a forward are right for a single row without padding only.
+        in_step: whether rows must grow by equally many tokens, because the model does not look past a gap.
     """
 
     attributes: tuple[tuple[str, str], ...] = ()
     axes: tuple[tuple[str, int | None], ...] = ()
     alone: bool = False
+    in_step: bool = False
 
 
 class Route(StrEnum):

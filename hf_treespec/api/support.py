@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_treespec import _compat
+from hf_treespec.api.gaps import heeds_gaps
 from hf_treespec.api.order_probe import probe_order, without_baseline
 from hf_treespec.api.probe import find_position_modules, probe_masks, probe_paths
 from hf_treespec.attention import has_bias_functions, own_structure
@@ -132,7 +133,7 @@ def _position_modules(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def path_traits(model: Any) -> PathTraits:
-    """What the probe of `is_supported` found out besides for a model that reads trees path by path."""
+    """What the probe of `is_supported` found out besides the route."""
     return _TRAITS.get(_key(unwrap(model)), PathTraits())
 
 
@@ -149,6 +150,9 @@ def _probed(model: PreTrainedModel) -> tuple[Support, bool]:
         error, sure = probe_masks(model, route, names)
         if error is None:
             proof = _PROVEN + _PROVEN_BY[route].format(", ".join(names)) + _attention_hint(model)
+            if route.told_positions and not heeds_gaps(model):
+                _remember(_TRAITS, _key(model), PathTraits(in_step=True))
+                proof += "; rows of a batch grow in step, since it does not look past padding behind its cache"
             return Support(True, route, proof), final
         reasons.append(error)
         final = final and sure

@@ -153,6 +153,7 @@ def _decode(
     # A gap would shift the positions of a model that counts them by its cache.
     in_step = batch == 1 or not (
         request.route.told_positions
+        and not request.traits.in_step
         and rules.rowwise
         and (rules.has_eos or not rules.others)
         and are_pure(processors)
