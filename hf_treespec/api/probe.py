@@ -29,6 +29,7 @@ from hf_treespec.routes import Route
 from hf_treespec.tree import TokenTree
 
 __all__ = [
+    "FAILURES",
     "RIGHT_NODES",
     "Sample",
     "compare",
@@ -74,7 +75,7 @@ _LOW_PRECISION_TOLERANCE = 0.2
 _ROUNDINGS = 8
 _MOST_ROUNDING = 0.25
 # What a forward may raise that is not built for what the probe asks of it.
-_FAILURES = (
+FAILURES = (
     RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, KeyError, IndexError, AssertionError,
 )  # fmt: skip
 
@@ -179,7 +180,7 @@ def find_position_modules(model: PreTrainedModel) -> tuple[str, ...]:
             return position_modules(base, other, calls((2, 3, 1), length=5))
     except torch.OutOfMemoryError:
         raise
-    except _FAILURES:
+    except FAILURES:
         # What keeps the model from being read is told by the probes of other routes.
         return ()
 
@@ -224,7 +225,7 @@ def compare(
         raise  # says nothing about the model
     except TreeSpecError as error:
         return f"the probe was refused: {error}", True  # by what the model builds its masks for
-    except _FAILURES as error:
+    except FAILURES as error:
         return f"the probe forward raised {type(error).__name__}: {error}", False
     telling = [one for one in seen if not one[0] <= _TELLING * one[1]]
     for scale, size, off in telling or [max(seen)]:
