@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import multiprocessing
 import os
 import sys
-import time
 
-import torch
-
-from conformance.zoo import checks, models, results
+from conformance.zoo import models, results, worker
 from conformance.zoo.page import PAGE, page
-
-
-def _quiet() -> None:
-    torch.set_num_threads(1)
-    logging.getLogger("transformers").setLevel(logging.CRITICAL)
-
-
-def _run(name: str) -> tuple[results.Record, float]:
-    start = time.perf_counter()
-    return results.record(checks.check(name)), time.perf_counter() - start
 
 
 def main() -> int:
@@ -41,13 +27,14 @@ def main() -> int:
         parser.error(f"no such types: {', '.join(unknown)}")
     bad = []
     if not arguments.page_only:
-        records = []
-        with multiprocessing.get_context("spawn").Pool(arguments.jobs, _quiet) as pool:
-            for line, seconds in pool.imap(_run, wanted):
-                records.append(line)
-                print(line["name"], line["route"], line["verdict"], f"{seconds:.1f} s", line["reason"], sep="\t")
-        bad = [line["name"] for line in records if line["verdict"] in ("wrong", "error")]
-        results.update(results.release(), records, names=every)
+        with multiprocessing.get_context("spawn").Pool(arguments.jobs, worker.quiet) as pool:
+            for line, seconds in pool.imap(worker.run, wanted):
+                told = line["name"], line["route"], line["verdict"], f"{seconds:.1f} s", line["reason"]
+                print(*told, sep="\t", flush=True)
+                # At once: a run that is stopped keeps what it has found.
+                results.update(results.release(), [line], names=every)
+                if line["verdict"] in ("wrong", "error"):
+                    bad.append(line["name"])
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page())
     if bad:
