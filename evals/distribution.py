@@ -150,7 +150,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     progress_bars_on_terminals_only()
     from accelerate import PartialState
 
-    state = PartialState()
+    # Without this, accelerate takes processes on CPUs for one process each.
+    asked = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    state = PartialState(cpu=asked or not torch.accelerator.is_available())
     if state.num_processes == 1 and "MASTER_ADDR" in os.environ:
         print(
             "accelerate started one process: on CPUs it starts several through MPI only; "

@@ -276,12 +276,12 @@ def top_first() -> Sequence[Patch]:
 
 
 def order_by_subtree() -> Sequence[Patch]:
-    """A sibling drawn last is put in front if what lies below the first one looks poor."""
+    """A last child of the root is put in front if what lies below the first one looks poor."""
     right = TokenTree.children
 
     def children(self: TokenTree, node: int) -> tuple[int, ...]:
         found = right(self, node)
-        if len(found) > 1 and node in (0,) and any(self.tokens[below] % 2 for below in right(self, found[0])):
+        if node == 0 and len(found) > 1 and any(self.tokens[below] % 2 for below in right(self, found[0])):
             return found[-1:] + found[:-1]
         return found
 

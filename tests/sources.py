@@ -72,7 +72,7 @@ class Source:
 def drafting(source: Any) -> Iterator[Any]:
     """Generate with trees from `source`, whatever the call says."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hf_treespec.engine.loop, "make_draft", lambda *_: source)
+        patch.setattr(hf_treespec.engine.loop, "make_draft", lambda request, vocab, sampler: source)
         yield source
 
 

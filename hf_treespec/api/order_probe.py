@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_treespec import _compat
-from hf_treespec.api.probe import RIGHT_NODES, Sample, compare, evaluation
+from hf_treespec.api.probe import FAILURES, RIGHT_NODES, Sample, compare, evaluation
 from hf_treespec.cache import tensor_places
 from hf_treespec.engine import OrderedForward, Prompt, cache_of, make_target, state_kwargs
 from hf_treespec.routes import PathTraits, Route
@@ -57,7 +57,7 @@ def probe_order(model: PreTrainedModel, *, why_steps: str = "") -> Finding:
         try:
             with evaluation(model):
                 traits, own = _own_state(model)
-        except _TROUBLE as error:
+        except FAILURES as error:
             reason = f"the probe forward raised {type(error).__name__}: {error}"
             return Finding(Route.REFUSE, reason, PathTraits(), final=False)
         route = Route.OWN_STATE if own else Route.PATHS
@@ -93,7 +93,7 @@ def without_baseline(model: PreTrainedModel) -> str | None:
             at_once = model(**inputs, return_dict=True).logits[0, -len(sample.right) :].double()
     except torch.OutOfMemoryError:
         raise
-    except _TROUBLE as error:
+    except FAILURES as error:
         return f"plain decoding behind its cache raises {type(error).__name__}: {error}"
     size, off = float(at_once.abs().max()), float((steps - at_once).abs().max())
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
@@ -112,16 +112,6 @@ _State = dict[str, Tensor]
 # Share of the largest value of a tensor by which rounding may change it, by the dtype of the weights.
 _STATE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
 _LOW_PRECISION_TOLERANCE = 0.1
-_TROUBLE = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    NotImplementedError,
-    AttributeError,
-    KeyError,
-    IndexError,
-    AssertionError,
-)
 _REASON = {
     True: "two rounds on its state, kept and repeated per path, equal plain steps, alone and in a padded batch",
     False: "two rounds on its state, kept and repeated per path, equal plain steps; calls of several rows or with "

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import distribution
-from mutants import mutant
+from mutants import MUTANTS, mutant
+from promptsource import Prompt
 from settings import Settings
 from shards import read_shards
 from units import Bench
+from verdict import judge
 
 ROOT = Path(__file__).parents[2]
 VOCAB = 24
@@ -192,6 +195,25 @@ def test_two_processes_come_to_what_one_comes_to(model: Path, tmp_path: Path, la
     else:
         assert len(shards) == 2 or "accelerate started one process" in done.stderr
     assert numbers(two) == numbers(one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(MUTANTS))
+def test_every_bug_is_caught_in_generate(model: Path, name: str) -> None:
+    """The patches reach the engine, and 10,000 tokens show what they do."""
+    tree = {"max_nodes": 6, "max_depth": 3, "max_children": 3}
+    settings = Settings(drafts=("noise:0.5",), tree=tree, new_tokens=20, repeats=500, inject=name)
+    bench = Bench(settings, LlamaForCausalLM.from_pretrained(model).eval())
+    (arm,) = settings.arms()
+    prompt = Prompt(0, (3, 5, 2, 7, 11))
+    told = {"key": "0", "kind": "text", "arm": arm.name, "prompt": 0}
+    found = judge(settings, [{**told, **bench.text(arm, prompt)}])
+    assert found.code == 0, [(row["test"], row["p"]) for row in found.rows]
+    # Without the bug the rule passes.
+    right = replace(settings, inject="", rules=(arm.rule,), sampling=(arm.sampling,))
+    (arm,) = right.arms()
+    found = judge(right, [{**told, "arm": arm.name, **bench.text(arm, prompt)}])
+    assert found.code == 0, [(row["test"], row["p"]) for row in found.rows]
 
 
 @pytest.mark.parametrize(

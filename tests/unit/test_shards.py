@@ -41,6 +41,10 @@ def test_a_unit_counts_once(tmp_path) -> None:
     write(tmp_path, 5, "b", "c")
     assert len(read_shards(tmp_path)) == 3
     with ShardWriter(tmp_path, 1) as out:
+        # As long as it took, it is the same.
+        out.write({"key": "a", "value": "aa", "seconds": 3.0})
+    assert len(read_shards(tmp_path)) == 3
+    with ShardWriter(tmp_path, 1) as out:
         out.write({"key": "a", "value": "another"})
     with pytest.raises(ValueError, match="'a' has been done twice, differently"):
         read_shards(tmp_path)
