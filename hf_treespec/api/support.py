@@ -229,12 +229,12 @@ def _static_reason(model: PreTrainedModel) -> str | None:
     """Why the model is out without running it, or None."""
     if not model.can_generate():
         return "the model cannot generate"
+    if (streams := _compat.token_streams(model)) > 1:
+        return f"each of its steps reads {streams} tokens at once, and a tree has one in each node"
     if _compat.overrides_generate(model):
         return "its class brings a generate() of its own, which does not run that of transformers"
     if _compat.overrides_sampling(model):
         return "its class brings a decoding loop of its own"
-    if (streams := _compat.token_streams(model)) > 1:
-        return f"each of its steps reads {streams} tokens at once, and a tree has one in each node"
     if fault := _compat.cache_fault(model):
         return f"generate() cannot make a cache for its config: {fault}"
     return None
