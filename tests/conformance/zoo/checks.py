@@ -150,7 +150,8 @@ def _must_refuse(name: str, found: Finding) -> None:
     model = models.build(name)
     ids, mask = prompt(model, 1, WIDTHS[1])
     try:
-        model.generate(ids, attention_mask=mask, max_new_tokens=NEW, **GREEDY)
+        masked = {"attention_mask": mask} if streams(model) == 1 else {}
+        model.generate(ids, max_new_tokens=NEW, **masked, **GREEDY, **extra_arguments(model))
     except Exception as error:  # plain decoding may raise anything
         found.plain.append(f"raises {type(error).__name__}: {' '.join(str(error).split())[:150]}")
     try:
