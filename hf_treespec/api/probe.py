@@ -249,6 +249,8 @@ def _tree_logits(model: PreTrainedModel, sample: Sample, route: Route) -> Tensor
     """Logits `[2, V]`: at a tree node, and of the token after it once its path has been committed."""
     cache = _compat.make_cache(model.config)
     _read(model, sample.prompt, cache, first=0)
+    if not any(getattr(layer, "is_initialized", True) for layer in cache.layers):
+        raise TreeSpecError("it leaves the cache empty that generate() gives it, and reads the whole text every time")
     rows = RowCache(cache, [len(sample.prompt)])
     last = torch.tensor([[len(sample.prompt) - 1]], device=model.device)
     forward = TargetForward(model, rows, last, None, {"use_cache": True}, route=route)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -104,14 +104,19 @@ def _checked(model: PreTrainedModel, request: Request) -> Prompt:
     # The last token is never written.
     check_windows(passed, None if limit is None else prompt.slots(limit) - 1)
     processors = request.logits_processor
-    # Guidance that turns out to be no second stream is judged when that is known.
-    others = [p for p in processors if type(p) is not _compat.GuidanceProcessor]
-    check_processors(others, request.tree_config.on_stateful_processor)
-    if request.rule is not None:
-        check_independent(others, request.tree_config.verification)
-    if request.route is Route.MASK:
+    if request.route is not Route.MASK:
+        _check_pure(processors, request)
+    else:
+        # Guidance becomes a second stream; if it turns out that it cannot, that is judged when it is known.
+        _check_pure([p for p in processors if type(p) is not _compat.GuidanceProcessor], request)
         Guidance.check(model, processors, request.input_ids, prompt.last_positions)
     return prompt
+
+
+def _check_pure(processors: Sequence[object], request: Request) -> None:
+    check_processors(processors, request.tree_config.on_stateful_processor)
+    if request.rule is not None:
+        check_independent(processors, request.tree_config.verification)
 
 
 @contextmanager
@@ -148,7 +153,7 @@ def _decode(
     guidance, processors = None, request.logits_processor
     if request.route is Route.MASK:
         guidance, processors = Guidance.start(model, processors, request.input_ids, prompt.last_positions)
-    check_processors(processors, config.on_stateful_processor)
+    _check_pure(processors, request)
     # Rows may run apart only if nothing outside their own text can tell (or ask for whole steps).
     # A gap would shift the positions of a model that counts them by its cache.
     in_step = batch == 1 or not (

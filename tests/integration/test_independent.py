@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import seq2seq
 from exact.small import CONFIG, PROMPT, VOCAB, drawn, exact_law, goodness, pair, small
 from hf_treespec import TreeSpecWarning, UnsupportedCallError, _compat, enable
 from hf_treespec.rules import RULES
@@ -150,6 +151,19 @@ def test_processors_that_may_have_a_state_are_refused(rule: str) -> None:
     call = {"do_sample": True, "prefix_allowed_tokens_fn": lambda batch_id, text: [3, 4]}
     with pytest.raises(UnsupportedCallError, match=f"verification='{rule}'.*PrefixConstrained.*'coupled'"):
         treed("llama").generate(ids, attention_mask=mask, tree_config=CONFIG.replace(verification=rule), **call)
+    hook.remove()
+    assert not ran
+
+
+def test_guidance_that_is_no_second_stream_is_refused_before_any_forward() -> None:
+    """A model that counts by slots has none; its guidance must be called once a token, which no rule of draws does."""
+    ids = torch.tensor([[3, 4, 5, 6]])
+    ran: list[int] = []
+    model = enable(perturbed(seq2seq.stock("bloom"), 0.0))
+    hook = model.register_forward_pre_hook(lambda *_: ran.append(1))
+    call = {"do_sample": True, "guidance_scale": 1.5, "max_new_tokens": 4}
+    with pytest.raises(UnsupportedCallError, match="verification='rrsw'.*ClassifierFreeGuidance"):
+        model.generate(ids, tree_config=CONFIG.replace(verification="rrsw"), **call)
     hook.remove()
     assert not ran
 
