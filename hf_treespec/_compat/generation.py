@@ -71,7 +71,11 @@ def mask_length(generation_config: GenerationConfig, attention_mask: Tensor | No
 
 def chunks_behind_a_cache() -> bool:
     """Whether a prefill in chunks goes on behind a passed-in cache: before 5.24 it began again at position 0."""
-    return tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 24)
+    return _release() >= (5, 24)
+
+
+def _release() -> tuple[int, ...]:
+    return tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
 
 def prefill(model: Any, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> Any:
@@ -107,6 +111,9 @@ def default_config() -> GenerationConfig:
 def start_kwargs(model: Any, input_ids: Tensor, attention_mask: Tensor | None) -> dict[str, Any]:
     """The keyword arguments with which `generate` would begin to decode a prompt that is padded as the mask says."""
     kwargs: dict[str, Any] = {"use_cache": True}
+    if attention_mask is None and _release() < (5, 18):
+        # Since then a mask without padding is dropped.
+        attention_mask = torch.ones_like(input_ids)
     if attention_mask is not None:
         kwargs["attention_mask"] = attention_mask
     if "position_ids" in inspect.signature(model.forward).parameters and not model.config.is_encoder_decoder:
