@@ -29,7 +29,7 @@ from measures import (
     chi_square,
     holm,
     kolmogorov_smirnov,
-    normal_tail,
+    martingale_tail,
     smallest_variation,
     two_samples,
     uniform_bins,
@@ -114,8 +114,8 @@ def _tests(
         if scores:
             value = math.fsum(score[0] for score, _ in scores)
             spread = math.fsum(score[1] for score, _ in scores)
-            p = normal_tail(value / math.sqrt(spread)) if spread > 0 else 1.0
-            add(f"score_{what}", p, sum(used for _, used in scores), 1)
+            n = sum(used for _, used in scores)
+            add(f"score_{what}", martingale_tail(value, spread, n, within_one=what == "recent"), n, 1)
     if joint:
         statistic, freedom, n, bounds = 0.0, 0, 0, []
         for record in joint.values():
