@@ -29,8 +29,8 @@ __all__ = ["cell_of", "cells", "laws_of_text", "processors", "together", "witnes
 # By how much of a log probability rounding may move the edge of what top-k, top-p and min-p leave.
 _EDGE = 1e-4
 _FLOOR = -30.0
-# How many tokens back a token counts as said recently: more than a round emits.
-_RECENT = 8
+# How many tokens back a token counts as said recently: about as many as a round emits.
+_RECENT = 3
 
 
 def processors(sampling: Mapping[str, float]) -> LogitsProcessorList:

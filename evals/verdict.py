@@ -7,7 +7,7 @@ Tests of an arm, all against the target's exact law:
 | ks_p, bins_p | places of the tokens in their law, ordered by p: uniform? (Kolmogorov-Smirnov; 20 bins) |
 | ks_ratio, bins_ratio | the same, ordered by q / p |
 | score_p, score_ratio | sum of log p, of log q / p, less what the law expects (a martingale, so normal) |
-| score_recent | tokens that repeat one of the eight before them, less what the law expects |
+| score_recent | tokens that repeat one of the three before them, less what the law expects |
 | joint | first tokens of many texts of one prompt, against their exact law |
 | stock | the same tokens, against as many texts of plain `generate` |
 | possible | no token that the target never says |

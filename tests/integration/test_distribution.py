@@ -217,15 +217,14 @@ def test_every_bug_reaches_the_engine(model: Path, name: str) -> None:
 
 
 # By enumeration a total variation of 0.09 at least; the others take more tokens than a test has time for. What M24
-# costs goes by the parity of ids, which no test of places or scores looks at.
-LARGE = [name for name in MUTANTS if name not in ("M01", "M04", "M05", "M14", "M20", "M23", "M24")]
+# costs goes by the parity of ids, and what M25 costs by repeats inside of one round: few of these tokens show it.
+LARGE = [name for name in MUTANTS if name not in ("M01", "M04", "M05", "M14", "M20", "M23", "M24", "M25")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
 def test_large_bugs_are_caught_in_generate(model: Path, name: str) -> None:
-    sampling = {"repetition_penalty": 2.0} if MUTANTS[name].penalty else {}
-    bench, prompt = bench_of(model, name, repeats=300, sampling=(sampling,))
+    bench, prompt = bench_of(model, name, repeats=300)
     (arm,) = bench.settings.arms()
     record = {"key": "0", "kind": "text", "arm": arm.name, "prompt": 0, **bench.text(arm, prompt)}
     found = judge(bench.settings, [record])
