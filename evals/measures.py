@@ -17,6 +17,7 @@ __all__ = [
     "chi_square_tail",
     "holm",
     "kolmogorov_smirnov",
+    "martingale_tail",
     "normal_tail",
     "smallest_variation",
     "two_samples",
@@ -28,6 +29,22 @@ __all__ = [
 def normal_tail(z: float) -> float:
     """Two-sided p-value of a standard normal value."""
     return math.erfc(abs(z) / math.sqrt(2))
+
+
+def martingale_tail(value: float, variance: float, n: int, *, within_one: bool = False) -> float:
+    """Two-sided p-value of the sum of n martingale differences with that predictable variance.
+
+    Normal once there are enough of them; below, a bound that always holds: Freedman's for differences of at most one,
+    Chebyshev's for others.
+    """
+    if variance <= 0 or value == 0:
+        return 1.0
+    size = abs(value)
+    if within_one and variance < 25:
+        return min(1.0, 2 * math.exp(-size * size / (2 * (variance + size / 3))))
+    if n < 1000:
+        return min(1.0, variance / size**2)
+    return normal_tail(value / math.sqrt(variance))
 
 
 def chi_square_tail(statistic: float, freedom: int) -> float:

@@ -29,6 +29,8 @@ __all__ = ["cell_of", "cells", "laws_of_text", "processors", "together", "witnes
 # By how much of a log probability rounding may move the edge of what top-k, top-p and min-p leave.
 _EDGE = 1e-4
 _FLOOR = -30.0
+# How many tokens back a token counts as said recently: more than a round emits.
+_RECENT = 8
 
 
 def processors(sampling: Mapping[str, float]) -> LogitsProcessorList:
@@ -131,6 +133,10 @@ def witness(
     out["used"] = int(possible.sum())
     out["place_p"] = [round(u, 9) for u in _place(law, target_TV, tokens_T, dice[0]).tolist()]
     out["score_p"] = _score(law, target_TV, tokens_T)
+    recent = torch.zeros_like(law)
+    for row, place in enumerate(possible.nonzero()[:, 0].tolist()):
+        recent[row, list(tokens[max(0, place - _RECENT) : place])] = 1.0
+    out["score_recent"] = _score(law, recent, tokens_T)
     if draft_TV is not None:
         ratio = draft_TV[possible, : target_TV.shape[1]].clamp(min=_FLOOR)
         if ratio.shape[1] < target_TV.shape[1]:

@@ -7,6 +7,7 @@ Tests of an arm, all against the target's exact law:
 | ks_p, bins_p | places of the tokens in their law, ordered by p: uniform? (Kolmogorov-Smirnov; 20 bins) |
 | ks_ratio, bins_ratio | the same, ordered by q / p |
 | score_p, score_ratio | sum of log p, of log q / p, less what the law expects (a martingale, so normal) |
+| score_recent | tokens that repeat one of the eight before them, less what the law expects |
 | joint | first tokens of many texts of one prompt, against their exact law |
 | stock | the same tokens, against as many texts of plain `generate` |
 | possible | no token that the target never says |
@@ -28,7 +29,7 @@ from measures import (
     chi_square,
     holm,
     kolmogorov_smirnov,
-    normal_tail,
+    martingale_tail,
     smallest_variation,
     two_samples,
     uniform_bins,
@@ -108,9 +109,13 @@ def _tests(
         n = places.numel()
         add(f"ks_{order}", kolmogorov_smirnov(places), n, 1)
         add(f"bins_{order}", *_with_n(chi_square(counts, even, least=5.0), n), round(variation_bound(counts, even), 5))
-        values = math.fsum(record[f"score_{order}"][0] for record in mine)
-        spread = math.fsum(record[f"score_{order}"][1] for record in mine)
-        add(f"score_{order}", normal_tail(values / math.sqrt(spread)) if spread > 0 else 1.0, n, 1)
+    for what in ("p", "ratio", "recent"):
+        scores = [(record[f"score_{what}"], record["used"]) for record in texts if f"score_{what}" in record]
+        if scores:
+            value = math.fsum(score[0] for score, _ in scores)
+            spread = math.fsum(score[1] for score, _ in scores)
+            n = sum(used for _, used in scores)
+            add(f"score_{what}", martingale_tail(value, spread, n, within_one=what == "recent"), n, 1)
     if joint:
         statistic, freedom, n, bounds = 0.0, 0, 0, []
         for record in joint.values():

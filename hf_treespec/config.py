@@ -40,7 +40,9 @@ _SEED_LIMIT = 1 << 63
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeConfig:
-    """How `generate(..., tree_config=...)` speculates. Text depends on no field but `seed` and `verification`.
+    """How `generate(..., tree_config=...)` speculates. Greedy text depends on no field, sampled text on `seed` alone.
+
+    That is so for the default `verification`; other rules say of themselves what they keep.
 
     Args:
         draft: where trees come from: ``"model"`` (the `assistant_model` of the call), ``"ngram"`` (the prompt and the

@@ -71,6 +71,7 @@ from hf_treespec._compat.generation import (
     plain_step,
     prefill,
     prepare_inputs,
+    rereads_all,
     start_kwargs,
     stream,
 )
@@ -174,6 +175,7 @@ __all__ = [
     "pure_processors",
     "quantizes_in_groups",
     "register_mask_function",
+    "rereads_all",
     "returned_cache",
     "start_kwargs",
     "stream",

@@ -29,6 +29,7 @@ __all__ = [
     "plain_step",
     "prefill",
     "prepare_inputs",
+    "rereads_all",
     "start_kwargs",
     "stream",
 ]
@@ -121,6 +122,13 @@ def start_kwargs(model: Any, input_ids: Tensor, attention_mask: Tensor | None) -
     mode = GenerationMode.GREEDY_SEARCH
     model._prepare_cache_for_generation(default_config(), kwargs, mode, int(input_ids.shape[0]), 64)
     return kwargs
+
+
+def rereads_all(model: Any, text: Tensor) -> bool:
+    """Whether a step of plain decoding is given the whole text `[B, L]`, for want of a cache."""
+    kwargs = start_kwargs(model, text, None)
+    inputs = model.prepare_inputs_for_generation(text, next_sequence_length=1, **kwargs)
+    return int(inputs["input_ids"].shape[1]) >= text.shape[1]
 
 
 def plain_step(model: Any, outputs: Any, text: Tensor, model_kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

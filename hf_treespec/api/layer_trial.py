@@ -6,7 +6,7 @@ decoding leaves there. So a class is proven or refused by what it does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from hf_treespec import _compat
 from hf_treespec.cache import CallTrial, forget, is_named, layer_kind
 from hf_treespec.errors import TreeSpecError
 
-__all__ = ["check_states", "forget_layers", "has_unnamed_layers", "try_layers"]
+__all__ = ["check_states", "forget_layers", "has_unnamed_layers", "try_layers", "unknown_classes"]
 
 # Rows and tokens of the forwards: both must differ. The second sequence goes on, behind a cache.
 _FORWARDS = ((3, (5,)), (1, (7, 4)))
@@ -59,10 +59,19 @@ def try_layers(model: PreTrainedModel) -> str | None:
     return trial.conclude()
 
 
-def forget_layers(model: PreTrainedModel) -> None:
-    """Unlearn what a trial has found about the layers of a model that then did not pass the probe."""
-    for layer in getattr(_compat.make_cache(model.config), "layers", ()):
-        forget(type(layer))
+def forget_layers(classes: Collection[type]) -> None:
+    """Unlearn what a trial has found about layers of a model that then did not pass the probe.
+
+    Args:
+        classes: those that were unknown before; others have been proven on another model.
+    """
+    for cls in classes:
+        forget(cls)
+
+
+def unknown_classes(model: PreTrainedModel) -> set[type]:
+    """Classes of the model's layers that a trial would have to find out about."""
+    return {type(layer) for layer in unknown_layers(_compat.make_cache(model.config))}
 
 
 def check_states(cache: _compat.Cache, plain: Callable[[], _compat.Cache]) -> None:

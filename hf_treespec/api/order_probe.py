@@ -95,6 +95,8 @@ def without_baseline(model: PreTrainedModel) -> str | None:
         raise
     except FAILURES as error:
         return f"plain decoding behind its cache raises {type(error).__name__}: {error}"
+    if _compat.rereads_all(model, whole):
+        return "it keeps nothing between its forwards: plain decoding reads the whole text at every step"
     size, off = float(at_once.abs().max()), float((steps - at_once).abs().max())
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     if off <= (_BASELINE_TOLERANCE if dtype in _STATE_TOLERANCE else _LOW_PRECISION_TOLERANCE) * size:

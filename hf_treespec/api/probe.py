@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_treespec import _compat
-from hf_treespec.api.layer_trial import check_states, forget_layers, has_unnamed_layers, try_layers
+from hf_treespec.api.layer_trial import check_states, forget_layers, has_unnamed_layers, try_layers, unknown_classes
 from hf_treespec.api.outliers import without_shared_outliers
 from hf_treespec.attention import (
     ModuleCalls,
@@ -112,6 +112,7 @@ def probe_masks(
     attention = _compat.attention_implementation(model)
     wanted = "auto" if attention in _compat.MASK_IMPLEMENTATIONS else "sdpa"
     excuse = "it does not build its masks or positions from the mask registry and position_ids"
+    unknown = unknown_classes(model)
     with ExitStack() as stack:
 
         def tree_logits(sample: Sample) -> Tensor:
@@ -128,7 +129,7 @@ def probe_masks(
         # Of layers that nobody knows one sample says too little.
         error, final = compare(model, tree_logits, path_logits, excuse, thorough=has_unnamed_layers(model))
     if error is not None:
-        forget_layers(model)
+        forget_layers(unknown)
     return error, final
 
 
@@ -138,6 +139,7 @@ def probe_paths(model: PreTrainedModel) -> tuple[str | None, bool]:
     An encoder is not run: random states stand in for what it read, since its inputs may be of any kind.
     """
     encoder: dict[str, Any] = {}
+    unknown = unknown_classes(model)
 
     def plain(sample: Sample, path: tuple[int, ...]) -> Tensor:
         encoder.update(_encoder_states(model))
@@ -152,7 +154,7 @@ def probe_paths(model: PreTrainedModel) -> tuple[str | None, bool]:
 
     error, final = compare(model, batch, plain, "it does not read the paths of a tree as batch rows alike")
     if error is not None:
-        forget_layers(model)
+        forget_layers(unknown)
     return error, final
 
 

@@ -106,7 +106,9 @@ def is_supported(model: Any) -> Support:
             return Support(
                 True, route, "by class, config and cache layers; not probed, parameters are on the meta device"
             )
-        answer, final = _probed(inner)
+        # In inference mode tensors do not tell that they were written to.
+        with torch.inference_mode(False), torch.no_grad():
+            answer, final = _probed(inner)
         if final:
             _remember(_ANSWERS, key, answer)
         return answer

@@ -66,6 +66,7 @@ class SizePolicy:
         self._whole = _TRIAL_ROUNDS
         self._pause = self._until_probe = _FIRST_PAUSE
         self._longest = _LONGEST_PAUSE
+        self.kept: list[list[int]] = []  # per row, which node of the proposed tree each node is that is scored
         self.plain = barred  # whether the latest round has no tree by choice
 
     def limits(self) -> TreeLimits:
@@ -82,6 +83,7 @@ class SizePolicy:
             lengths: row -> text length with the root, of rows that have not ended.
             emitted: per batch row the tokens emitted so far.
         """
+        self.kept = [list(range(len(tree))) for tree in trees]
         if not self._active:
             return list(trees)
         size = self._cut_size(trees, lengths) if self._cheap else self._size
@@ -91,8 +93,14 @@ class SizePolicy:
             proposals = {row: (lengths[row], trees[row]) for row in group if row in lengths}
             if proposals:
                 log.add(emitted[next(iter(proposals))], limit, proposals, scored=size > 0)
-        # What was drawn at random is never dropped.
-        return [tree if tree.sampled else tree.part(*self._measure.kept(tree, [size])) for tree in trees]
+        out = list(trees)
+        for row, tree in enumerate(trees):
+            # What was drawn at random is never dropped.
+            if not tree.sampled:
+                (nodes,) = self._measure.kept(tree, [size])
+                out[row] = tree.part(nodes)
+                self.kept[row] = [0, *sorted(nodes)]
+        return out
 
     def observe(self, *, trees: Sequence[TokenTree], seconds: float, texts: Mapping[int, Sequence[int]]) -> None:
         """Learn from a round.

@@ -1,7 +1,8 @@
 """Proposed trees on their way to being judged, whether the target scored them or not.
 
-The text does not depend on trees. So once the next tokens of a row are known, by whatever way, they tell how many
-tokens each size of an earlier tree would have brought: the acceptance of trees that were never scored comes for free.
+Whatever the trees, the text that follows is the target's. So once the next tokens of a row are known, by whatever way,
+they tell how many tokens each size of an earlier tree would have brought: the acceptance of trees that were never
+scored comes for free.
 """
 
 from __future__ import annotations

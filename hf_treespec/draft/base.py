@@ -41,7 +41,7 @@ class Draft(Protocol):
     Attributes:
         name: what the statistics call it.
         cheap: whether proposing costs next to nothing beside a forward of the target. Then whole trees are asked for
-            every round, and only the part that pays is scored; `commit` gets the paths within that part.
+            every round, and only the part that pays is scored.
     """
 
     name: str

@@ -67,6 +67,7 @@ class ModelDraft:
         # Per row, the score of each node of the tree last proposed: log probability that it is accepted.
         self.scores: list[list[float]] = []
         self._growth = growth
+        self._target_vocab = vocab_size
         self._vocab = min(vocab_size, _compat.vocabulary_size(model))
         self._readable = _compat.embedding_rows(model)
         self._processors = processors
@@ -213,7 +214,10 @@ class ModelDraft:
         """Random children of nodes of a row whose root has this position, or None without a sampler."""
         if self._sampler is None:
             return None
-        return self._sampler.draw(row, position, nodes, counts, self._shaped(logits_RV).softmax(-1))
+        laws_RV = self._shaped(logits_RV).softmax(-1)
+        # Ids that only the target knows are never drawn.
+        laws_RV = torch.nn.functional.pad(laws_RV, (0, self._target_vocab - laws_RV.shape[-1]))
+        return self._sampler.draw(row, position, nodes, counts, laws_RV)
 
     def laws(self, batch: int) -> DraftLaws | None:
         """The laws that the random children of the trees last proposed were drawn from."""

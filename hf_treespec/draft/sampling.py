@@ -85,7 +85,8 @@ class ChildSampler:
             return chosen
         self._rows.setdefault(row, {})[node] = len(self._laws)
         self._laws.append(law_V)
-        first = max(float(rest_V.sum()), torch.finfo(rest_V.dtype).tiny) * _PRIOR
+        # Rounded: the last bits differ between batch shapes, and must not decide where a tree grows.
+        first = max(round(float(rest_V.sum()), 3), 1e-3) * _PRIOR
         guesses = [math.log(first) + place * math.log1p(-_PRIOR) for place in range(len(drawn))]
         return [Candidate(token, guess, sampled=True) for token, guess in zip(drawn, guesses, strict=True)] + chosen
 

@@ -115,8 +115,12 @@ class RoundRunner:
         if self._in_step:
             depth = max(tree.max_depth for tree in trees)
             trees = [self._padding(row, depth) if not self._drafts(row) else tree for row, tree in enumerate(trees)]
+        kept = [
+            nodes if self._drafts(row) else range(len(tree))
+            for row, (tree, nodes) in enumerate(zip(trees, self._policy.kept, strict=True))
+        ]
         before = self._text.new_lengths
-        paths = self._score_and_walk(trees, rows, self._stats)
+        paths = self._score_and_walk(trees, rows, self._stats, kept)
         drafted = any(trees[row].drafted for row in active)
         emitted = [now - then for now, then in zip(self._text.new_lengths, before, strict=True)]
         for row in active:
@@ -184,7 +188,14 @@ class RoundRunner:
         root = self._text.draft_rows[row].tokens[-1]
         return TokenTree.root_only(root) if pad is None else TokenTree.chain([root, *[pad] * depth])
 
-    def _score_and_walk(self, trees: Sequence[TokenTree], rows: Sequence[int], stats: TreeStats) -> list[list[int]]:
+    def _score_and_walk(
+        self,
+        trees: Sequence[TokenTree],
+        rows: Sequence[int],
+        stats: TreeStats,
+        kept: Sequence[Sequence[int]] | None = None,
+    ) -> list[list[int]]:
+        """One forward, walk and commit; `kept` names the nodes as the draft numbers them, where it proposed them."""
         # A row that takes no part has only filler in this forward; its next position may not exist.
         ahead = [new if row in rows else max(0, new - 1) for row, new in enumerate(self._text.new_lengths)]
         guidance = self._guidance
@@ -229,7 +240,7 @@ class RoundRunner:
             transaction.commit(slots)
             if guidance is not None:
                 guidance.commit(paths)
-        self._draft.commit(paths)
+        self._draft.commit([[kept[row][node] for node in path] for row, path in enumerate(paths)] if kept else paths)
         if self._noise is not None:
             for row in rows:
                 self._noise.forget(row, self._text.position(row))
@@ -253,9 +264,9 @@ class RoundRunner:
             if self._guidance is not None:
                 self._guidance.stand(row, node)
 
-        outcome = self._independent.decide(
-            self._text, trees, logits_BNV.to(self._text.device), self._draft.laws(len(trees)), stand
-        )
+        laws = self._draft.laws(len(trees))
+        live = [row for row in rows if self._drafts(row)]
+        outcome = self._independent.decide(self._text, trees, logits_BNV.to(self._text.device), laws, stand, live)
         for row in rows:
             pad = self._text.forced_token(row)
             if pad is not None:

@@ -73,7 +73,9 @@ def winners(plan: Plan, trees: Sequence[TokenTree], coins_BN: Tensor) -> Tensor:
     return at[:, 0]
 
 
-def draw(plan: Plan, trees: Sequence[TokenTree], coins_BN: Tensor, noise_BV: Tensor) -> list[tuple[int, int]]:
+def draw(
+    plan: Plan, trees: Sequence[TokenTree], coins_BN: Tensor, noise_BV: Tensor
+) -> list[tuple[int, int, list[float]]]:
     """Last accepted node and the token behind it, per row; one transfer to the host.
 
     Args:
@@ -83,7 +85,7 @@ def draw(plan: Plan, trees: Sequence[TokenTree], coins_BN: Tensor, noise_BV: Ten
         noise_BV: standard Gumbel noise for the last token.
 
     Returns:
-        (node, token) per row; the token is `NO_TOKEN` where the law holds a NaN.
+        Per row the node, the token (`NO_TOKEN` where the law holds a NaN), and `Plan.accept_BN` of the row.
     """
     nodes_B = winners(plan, trees, coins_BN)
     rows = torch.arange(len(trees), device=nodes_B.device)
@@ -91,29 +93,30 @@ def draw(plan: Plan, trees: Sequence[TokenTree], coins_BN: Tensor, noise_BV: Ten
     # Of a law with zeros the log is -inf, which no noise lifts.
     tokens_B = (law_BV.to(noise_BV.dtype).log() + noise_BV).argmax(-1)
     tokens_B = torch.where(law_BV.isfinite().all(-1), tokens_B, NO_TOKEN)
-    both = torch.stack([nodes_B, tokens_B], dim=-1).tolist()
-    return [(node, token) for node, token in both]
+    # Ids are exact in any float that has the bits for them.
+    accept_BN = plan.accept_BN.to(noise_BV.dtype)
+    found = torch.cat([nodes_B[:, None].to(accept_BN), tokens_B[:, None].to(accept_BN), accept_BN], dim=1).tolist()
+    return [(int(row[0]), int(row[1]), row[2:]) for row in found]
 
 
-def expected_accepted(plan: Plan, trees: Sequence[TokenTree]) -> Tensor:
-    """Expected accepted tokens of each row over the coins, float `[B]`: the Rao-Blackwell form of the real number."""
-    batch, nodes = plan.accept_BN.shape
-    out = []
-    for row, tree in enumerate(trees):
-        accept = plan.accept_BN[row]
-        total = accept.new_zeros(())
-        if plan.joint:
-            alive = accept.new_ones(())
-            for node in post_order(tree):
-                total = total + alive * accept[node] * tree.depths[node]
-                alive = alive * (1 - accept[node])
-        else:
-            reach = [accept.new_ones(())] + [accept.new_zeros(())] * (len(tree) - 1)
-            for node in range(len(tree)):
-                alive = reach[node]
-                for child in tree.children(node):
-                    reach[child] = alive * accept[child]
-                    alive = alive * (1 - accept[child])
-            total = torch.stack(reach[1:]).sum() if len(tree) > 1 else total
-        out.append(total)
-    return torch.stack(out)
+def expected_accepted(accept: Sequence[float], tree: TokenTree, *, joint: bool) -> float:
+    """Expected accepted tokens of a row over the coins: the Rao-Blackwell form of the real number.
+
+    Args:
+        accept: `Plan.accept_BN` of the row.
+        tree: its tree.
+        joint: `Plan.joint`.
+    """
+    if joint:
+        total, alive = 0.0, 1.0
+        for node in post_order(tree):
+            total += alive * accept[node] * tree.depths[node]
+            alive *= 1 - accept[node]
+        return total
+    reach = [1.0] + [0.0] * (len(tree) - 1)
+    for node in range(len(tree)):
+        alive = reach[node]
+        for child in tree.children(node):
+            reach[child] = alive * accept[child]
+            alive *= 1 - accept[child]
+    return sum(reach[1:])

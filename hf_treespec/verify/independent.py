@@ -60,6 +60,7 @@ class IndependentDecider:
         logits_BNV: Tensor,
         laws: DraftLaws | None,
         stand: Callable[[int, int], None],
+        rows: Sequence[int],
     ) -> Outcome:
         """Decide how far each row goes and which token follows.
 
@@ -69,6 +70,7 @@ class IndependentDecider:
             logits_BNV: raw logits of the target.
             laws: of nodes with random children.
             stand: told which (row, node) a call of the processors is about.
+            rows: rows that have not ended; what is decided for others means nothing.
 
         Raises:
             RuntimeError: if scores hold NaN, or leave no token at a node, as in plain sampling.
@@ -83,13 +85,17 @@ class IndependentDecider:
         coins_BN = torch.stack([self._noise.coins(row, at[row], nodes) for row in range(batch)])
         noise_BV = torch.stack([self._noise.of_last(row, at[row]) for row in range(batch)])
         drawn = draw(decided, trees, coins_BN, noise_BV)
-        if any(token == NO_TOKEN for _, token in drawn):
+        if any(drawn[row][1] == NO_TOKEN for row in rows):
             raise RuntimeError(
                 "sampling: the logits, or what a logits processor made of them, hold inf or nan, or leave no token "
                 "at all"
             )
-        paths = [_path(tree, node) for tree, (node, _) in zip(trees, drawn, strict=True)]
-        return Outcome(paths, [token for _, token in drawn], scores_BNV, expected_accepted(decided, trees).tolist())
+        paths = [_path(tree, node) for tree, (node, _, _) in zip(trees, drawn, strict=True)]
+        expected = [
+            expected_accepted(accept, tree, joint=decided.joint)
+            for tree, (_, _, accept) in zip(trees, drawn, strict=True)
+        ]
+        return Outcome(paths, [token for _, token, _ in drawn], scores_BNV, expected)
 
 
 def _path(tree: TokenTree, node: int) -> list[int]:
@@ -125,7 +131,8 @@ def follow_paths(
         tokens = {
             row: trees[row].tokens[outcome.paths[row][step + 1]] if row in more else outcome.last[row] for row in going
         }
-        scores = {row: outcome.scores_BNV[row, node] for row, node in nodes.items()}
+        # Copies: a view would keep the scores of the whole tree alive.
+        scores = {row: outcome.scores_BNV[row, node].clone() for row, node in nodes.items()}
         alive = state.emit(tokens, scores, {row: logits_at(row, node) for row, node in nodes.items()})
         if in_step:
             going = going if more == set(going) == alive else []

@@ -220,8 +220,8 @@ class _Siblings:
         self.p = torch.where(mass > _NO_MASS, left / mass, p)
 
     def accept_typical(self, accept_M: Tensor) -> None:
-        """Accept what the target finds typical, p(c) > min(0.3, 0.09 exp(-H)); not the target's own law."""
+        """Accept what the target finds typical, p(c) > min(0.09, 0.3 exp(-H)); not the target's own law."""
         entropy = -(self.p * self.p.clamp(min=torch.finfo(self.p.dtype).tiny).log()).sum(-1)
-        threshold = torch.minimum(torch.full_like(entropy, 0.3), 0.09 * torch.exp(-entropy))
+        threshold = torch.minimum(torch.full_like(entropy, 0.09), 0.3 * torch.exp(-entropy))
         for here, child, tokens, _ in self._slots:
             accept_M[child] = (self.p[here].gather(1, tokens[:, None])[:, 0] > threshold[here]).to(self.p)

@@ -13,7 +13,7 @@ from exact.reference import reference, winner_chances
 from exact.worlds import World, adapted, all_trees, bush
 from hf_treespec.rules import RULES
 from hf_treespec.tree import TokenTree
-from hf_treespec.verify import Plan, draw, expected_accepted, post_order, winners
+from hf_treespec.verify import Plan, draw, expected_accepted, plan, post_order, winners
 
 LOSSLESS = [name for name, rule in RULES.items() if rule.lossless]
 WORLDS = {
@@ -79,6 +79,15 @@ def test_a_rule_that_says_it_is_lossy_is(name: str) -> None:
     assert max(found) > 0.05
 
 
+def test_typical_acceptance_goes_by_the_smaller_of_two_thresholds() -> None:
+    """0.09, or 0.3 exp(-H) where the target is less sure."""
+    sure, unsure = [0.08, 0.9, 0.02], [1 / 20] * 20
+    for law, token, accepted in ((sure, 0, 0.0), (sure, 1, 1.0), (unsure, 0, 1.0)):
+        target = torch.tensor([[law, law]], dtype=torch.float64)
+        found = plan(RULES["typical-lossy"], [TokenTree.chain((0, token))], target)
+        assert found.accept_BN[0, 1] == accepted, (law, token)
+
+
 @pytest.mark.parametrize("world", ["apart", "sharp", "both_zeros", "same"])
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_the_plan_is_that_of_the_reference(name: str, world: str) -> None:
@@ -138,9 +147,10 @@ def test_draw_and_the_expected_length(joint: bool) -> None:
     for _ in range(rounds):
         coins = torch.rand(3, len(TREE), generator=generator, dtype=torch.float64)
         noise = -(-torch.rand(3, 50, generator=generator, dtype=torch.float64).log()).log()
-        for row, (node, token) in enumerate(draw(Plan(accept, law, joint), trees, coins, noise)):
+        for row, (node, token, chances) in enumerate(draw(Plan(accept, law, joint), trees, coins, noise)):
             assert token == 7 * row + node
+            assert chances == accept[row].tolist()
             total[row] += trees[row].depths[node]
-    expected = expected_accepted(Plan(accept, law, joint), trees)
-    assert (total / rounds).tolist() == pytest.approx(expected.tolist(), abs=0.06)
+    expected = [expected_accepted(row, tree, joint=joint) for row, tree in zip(accept.tolist(), trees, strict=True)]
+    assert (total / rounds).tolist() == pytest.approx(expected, abs=0.06)
     assert expected[2] == 0 and expected[0] > 0.3

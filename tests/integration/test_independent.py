@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import seq2seq
 from exact.small import CONFIG, PROMPT, VOCAB, drawn, exact_law, goodness, pair, small
@@ -166,6 +167,30 @@ def test_guidance_that_is_no_second_stream_is_refused_before_any_forward() -> No
         model.generate(ids, tree_config=CONFIG.replace(verification="rrsw"), **call)
     hook.remove()
     assert not ran
+
+
+@every_rule
+def test_a_draft_of_a_smaller_vocabulary(rule: str) -> None:
+    """Ids that only the target knows are never drawn, and still written by the target."""
+    target, _ = pair()
+    torch.manual_seed(5)
+    helper = LlamaForCausalLM(LlamaConfig(**{**small().config.to_dict(), "vocab_size": VOCAB - 3})).double().eval()
+    config = CONFIG.replace(verification=rule)
+    call = {"do_sample": True, "top_k": 0, "num_return_sequences": 40, "max_new_tokens": 8, "assistant_model": helper}
+    out = target.generate(PROMPT % (VOCAB - 3), tree_config=config, **call)
+    assert target.treespec_stats.accepted_tokens > 0
+    assert int(out.max()) >= VOCAB - 3
+
+
+@every_rule
+def test_a_row_that_has_ended_may_be_left_without_a_token(rule: str) -> None:
+    """Its text is scored beside the others' as filler: what its processors leave no token is nobody's fault."""
+    target, helper = pair()
+    out = target.generate(
+        PROMPT, do_sample=True, top_k=0, num_return_sequences=8, no_repeat_ngram_size=1, eos_token_id=[1, 4, 6],
+        max_new_tokens=VOCAB - 4, assistant_model=helper, tree_config=CONFIG.replace(verification=rule),
+    )  # fmt: skip
+    assert out.shape[0] == 8
 
 
 @pytest.mark.parametrize("rule", ["traversal", "hybrid"])

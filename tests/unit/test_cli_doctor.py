@@ -67,7 +67,7 @@ def test_doctor_reads_a_config_without_weights(treespec: Run, tmp_path: Path) ->
 def test_doctor_refuses_models_without_a_cache(treespec: Run, cacheless_folder: str) -> None:
     code, facts = doctor(treespec, cacheless_folder)
     assert (code, facts["ok"], facts["route"]) == (1, False, "refuse")
-    assert "wrong ancestor" in facts["reason"]
+    assert "reads the whole text at every step" in facts["reason"]
 
 
 def test_doctor_answers_for_an_encoder_decoder(treespec: Run, tmp_path: Path) -> None:

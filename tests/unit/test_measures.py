@@ -13,6 +13,7 @@ from measures import (
     chi_square_tail,
     holm,
     kolmogorov_smirnov,
+    martingale_tail,
     normal_tail,
     smallest_variation,
     two_samples,
@@ -29,6 +30,17 @@ def test_tails_are_those_of_the_tables() -> None:
         if statistic:
             assert chi_square_quantile(p, freedom) == pytest.approx(statistic, abs=1e-5)
     assert chi_square_tail(math.inf, 3) == 0.0 and chi_square_tail(5.0, 0) == 1.0
+
+
+def test_martingales() -> None:
+    assert martingale_tail(30.0, 100.0, 5000) == normal_tail(3.0)
+    # Few terms: Chebyshev, 1 / 3^2.
+    assert martingale_tail(-30.0, 100.0, 50) == pytest.approx(1 / 9)
+    # One event of chance 1e-6 is a rarity, not one of thousands of deviations.
+    rare = martingale_tail(1.0, 1e-6, 100_000, within_one=True)
+    assert rare == pytest.approx(2 * math.exp(-1.5), rel=1e-4)
+    assert martingale_tail(30.0, 100.0, 50, within_one=True) == pytest.approx(1 / 9)
+    assert martingale_tail(0.0, 3.0, 10) == martingale_tail(1.0, 0.0, 10) == 1.0
 
 
 def test_pearson_by_hand() -> None:

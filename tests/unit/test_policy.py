@@ -9,7 +9,7 @@ from math import log
 import pytest
 
 from hf_treespec.control import SizePolicy
-from hf_treespec.tree import TokenTree, TreeLimits
+from hf_treespec.tree import PATHS, TokenTree, TreeLimits
 
 LIMITS = TreeLimits(max_nodes=16, max_depth=8, max_children=4)
 WRONG = -1
@@ -226,3 +226,16 @@ def test_rows_in_step_advance_by_the_shortest_of_them() -> None:
             chooser.observe(trees=scored[:1], seconds=steep(scored[0].drafted), texts=dict(enumerate(texts)))
         drafted[in_step] = sizes[20:]
     assert set(drafted[True]) == {0} and set(drafted[False]) == {3}
+
+
+def test_what_is_kept_of_a_cut_tree_is_told_in_the_drafts_own_numbers() -> None:
+    """Read path by path, a bushy tree of a dear draft is cut too, and the draft must learn which of its nodes stay."""
+    bush = TokenTree((0, 11, 12, 13, 21, 31), (-1, 0, 0, 0, 1, 4), (0.0, -0.1, -2.0, -3.0, -0.2, -0.3))
+    chooser = SizePolicy(
+        TreeLimits(max_nodes=5, max_depth=4, max_children=4),
+        fallback="auto", cheap=False, in_step=True, batch=2, measure=PATHS,
+    )  # fmt: skip
+    root = TokenTree.root_only(0)
+    cut = chooser.cut([bush, root], {0: 1, 1: 1}, [0, 0])
+    assert cut[0].tokens == (0, 11, 21, 31) and cut[1] is root
+    assert chooser.kept == [[0, 1, 4, 5], [0]]

@@ -32,7 +32,7 @@ def say(law: Tensor, seed: int) -> list[int]:
 
 def p_values(found: dict) -> dict[str, float]:
     out = {name: kolmogorov_smirnov(torch.tensor(found[name])) for name in found if name.startswith("place_")}
-    for name in ("score_p", "score_ratio"):
+    for name in ("score_p", "score_ratio", "score_recent"):
         if name in found:
             out[name] = normal_tail(found[name][0] / math.sqrt(found[name][1]))
     return out
@@ -55,6 +55,12 @@ def test_texts_of_another_law_do_not() -> None:
     colder = (target * 1.2).softmax(-1)
     towards = 0.85 * target.exp() + 0.15 * draft.exp()
     assert p_values(witness(target, target, None, say(colder, 5), 1))["score_p"] < 1e-8
+    # Whoever says what was just said more often than the law has it.
+    said = say(target.exp(), 6)
+    for place in range(3, TEXT, 10):
+        if target[place, said[place - 2]] > -math.inf:
+            said[place] = said[place - 2]
+    assert p_values(witness(target, target, None, said, 1))["score_recent"] < 1e-3
     found = p_values(witness(target, target, draft, say(towards, 5), 1))
     assert found["score_ratio"] < 1e-6 and found["place_ratio"] < 1e-2
 
