@@ -13,3 +13,8 @@ REFUSED: dict[str, str] = {
     "xlm": "plain generate() gives no text: its logits behind a cache are not numbers",
     "xlnet": "it predicts at a placeholder behind the text and reads what it predicted again",
 }
+
+# The same for single releases.
+REFUSED_IN: dict[str, dict[str, str]] = {
+    "5.17": {"git": "there a decoding step adds the length of the cache to positions that hold it already"},
+}

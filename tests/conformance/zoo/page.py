@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from conformance.zoo.expected import REFUSED
+from conformance.zoo.expected import REFUSED, REFUSED_IN
 from conformance.zoo.overrides import UNBUILT, VARIANTS
 from conformance.zoo.results import RELEASES, Record, read
 
@@ -80,6 +80,8 @@ def _line(new: Record, old: Record | None) -> str:
         before = "not there"
     else:
         before = f"{old['calls']} calls" if old["verdict"] == "equal" else old["verdict"]
+        if why := REFUSED_IN.get(RELEASES[1], {}).get(new["name"]):
+            before += f": {why}"
         before += f", {old['route']}" if old["route"] != new["route"] else ""
     notes = [VARIANTS[new["name"]][2]] if new["name"] in VARIANTS else []
     notes += [part for part in (new["plain"], new["refused_calls"]) if part]
