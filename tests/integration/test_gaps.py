@@ -10,7 +10,6 @@ from conformance.zoo import checks, models
 from hf_treespec import enable, is_supported
 from hf_treespec.api.gaps import heeds_gaps
 
-
 # In some releases Git cannot decode behind its own cache, and is refused for that.
 git_decodes = pytest.mark.skipif(not is_supported(models.build("git")).ok, reason="Git is refused in this release")
 FAMILIES = [("llama", True), ("gpt2", True), ("mistral", True), pytest.param("git", False, marks=git_decodes)]
