@@ -6,18 +6,25 @@ import copy
 
 import pytest
 
-from conformance.zoo import checks, models
+from conformance.zoo import checks, models, results
+from conformance.zoo.expected import REFUSED_IN
 from hf_treespec import enable, is_supported
 from hf_treespec.api.gaps import heeds_gaps
 
+git = pytest.mark.skipif("git" in REFUSED_IN.get(results.release(), {}), reason="refused in this release")
 
-@pytest.mark.parametrize(("name", "heeds"), [("llama", True), ("gpt2", True), ("mistral", True), ("git", False)])
+
+@pytest.mark.parametrize(
+    ("name", "heeds"),
+    [("llama", True), ("gpt2", True), ("mistral", True), pytest.param("git", False, marks=git)],
+)
 def test_who_looks_past_a_gap(name: str, heeds: bool) -> None:
     model = models.build(name)
     assert heeds_gaps(model) is heeds
     assert ("in step" in is_supported(model).reason) is not heeds
 
 
+@git
 @pytest.mark.parametrize("sampled", [False, True], ids=["t0", "t0.9"])
 @pytest.mark.parametrize("number", range(4))
 def test_rows_that_accept_unequally(number: int, sampled: bool) -> None:
