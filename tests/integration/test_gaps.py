@@ -6,23 +6,25 @@ import copy
 
 import pytest
 
-from conformance.zoo import checks, models
+from conformance.zoo import checks, models, results
+from conformance.zoo.expected import REFUSED_IN
 from hf_treespec import enable, is_supported
 from hf_treespec.api.gaps import heeds_gaps
 
-# In some releases Git cannot decode behind its own cache, and is refused for that.
-git_decodes = pytest.mark.skipif(not is_supported(models.build("git")).ok, reason="Git is refused in this release")
-FAMILIES = [("llama", True), ("gpt2", True), ("mistral", True), pytest.param("git", False, marks=git_decodes)]
+git = pytest.mark.skipif("git" in REFUSED_IN.get(results.release(), {}), reason="refused in this release")
 
 
-@pytest.mark.parametrize(("name", "heeds"), FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "heeds"),
+    [("llama", True), ("gpt2", True), ("mistral", True), pytest.param("git", False, marks=git)],
+)
 def test_who_looks_past_a_gap(name: str, heeds: bool) -> None:
     model = models.build(name)
     assert heeds_gaps(model) is heeds
     assert ("in step" in is_supported(model).reason) is not heeds
 
 
-@git_decodes
+@git
 @pytest.mark.parametrize("sampled", [False, True], ids=["t0", "t0.9"])
 @pytest.mark.parametrize("number", range(4))
 def test_rows_that_accept_unequally(number: int, sampled: bool) -> None:
