@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
 
-from hf_treespec import TreeConfig, TreeStats
+from hf_treespec import TreeConfig, TreeStats, _compat
 from sources import MAKERS, Source, drafting
-from tiny import assert_same_text, prompt, real_texts, reference, stock, treed
+from tiny import assert_same_text, cache_argument, prompt, real_texts, reference, stock, treed
 
 CHAINS_OF_4 = TreeConfig(max_nodes=4, max_depth=4, max_children=1, fallback="off", seed=3)
 BUSHES = TreeConfig(max_nodes=24, max_depth=6, max_children=4, fallback="off", seed=3)
@@ -100,3 +101,32 @@ def distinct_prompt(family: str, count: int, batch: int = 1) -> tuple[Tensor, Te
             assert all(len(set(row[ids.shape[1] :][:count].tolist())) == count for row in text)
             return ids, mask, text
     raise AssertionError(f"{family} repeats itself within {count} tokens after every prompt tried")
+
+
+def goes_on_behind_a_cache(
+    models: tuple[PreTrainedModel, PreTrainedModel],
+    ids: Tensor,
+    mask: Tensor,
+    same: Callable[[DynamicCache, DynamicCache, Tensor], None],
+    **arguments: Any,
+) -> None:
+    """Two calls in a row over caches that are passed in, one for transformers and one for trees.
+
+    Args:
+        models: a stock model and an enabled one.
+        ids: prompt.
+        mask: its mask.
+        same: holds the second cache against the first.
+        arguments: of generate().
+    """
+    ours, theirs = (DynamicCache(config=models[0].config) for _ in range(2))
+    for _ in range(2):
+        made = iter([theirs, ours])
+        pair = twice(
+            ids, mask, models=models, fresh=lambda made=made: cache_argument(next(made)), max_new_tokens=8,
+            return_dict_in_generate=True, **arguments,
+        )  # fmt: skip
+        assert _compat.cache_from_outputs(pair.actual) is ours
+        same(theirs, ours, mask)
+        ids = pair.expected.sequences
+        mask = torch.cat([mask, mask.new_ones(len(mask), 8)], 1)

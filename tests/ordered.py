@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 import tiny
 from conformance import zoo
-from hf_treespec import _compat, enable
+from hf_treespec import _compat
+from tiny import shared
 
 # Several tokens at once are right; for RWKV where a row is alone.
 PATHS = ("lfm2_moe", "bamba", "qwen3_next", "minimax", "xlstm")
@@ -21,16 +20,7 @@ STEPS = ("mamba", "recurrent_gemma", "reformer")
 VOCAB = 96
 
 
-@functools.cache
-def stock(family: str) -> PreTrainedModel:
-    """The shared reference model. Never enabled, never changed."""
-    return zoo.build(family)
-
-
-@functools.cache
-def treed(family: str) -> PreTrainedModel:
-    """A model with the same weights, enabled."""
-    return enable(zoo.build(family))
+stock, treed = shared(zoo.build)
 
 
 def prompt(batch: int) -> tuple[Tensor, Tensor]:

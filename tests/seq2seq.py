@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,9 +26,9 @@ from transformers import (
 )
 
 from calls import BUSHES, Pair, ids_of
-from hf_treespec import TreeConfig, enable
+from hf_treespec import TreeConfig
 from sources import MAKERS, Source, drafting
-from tiny import assert_same_text, gumbel_multinomial
+from tiny import assert_same_text, gumbel_multinomial, shared
 
 PAIRED = ("t5", "bart", "marian")
 ALIBI = ("bloom", "mpt", "falcon")
@@ -95,16 +94,7 @@ def build(family: str, **changes: Any) -> PreTrainedModel:
     return model
 
 
-@functools.cache
-def stock(family: str) -> PreTrainedModel:
-    """The shared reference model of a family. Never enabled, never changed."""
-    return build(family)
-
-
-@functools.cache
-def treed(family: str) -> PreTrainedModel:
-    """A model with the weights of `stock(family)`, enabled."""
-    return enable(build(family))
+stock, treed = shared(build)
 
 
 def source_text(batch: int, seed: int = 0) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from transformers import (
     WhisperForCausalLM,
 )
 
-from hf_treespec import enable
+from tiny import shared
 
 POSITIONS = ("bart", "marian", "trocr", "roformer", "whisper")
 ALIBI = ("bloom", "mpt", "falcon")
@@ -85,16 +84,7 @@ def build(family: str, *, seed: int | None = None, **changes: Any) -> PreTrained
     return model
 
 
-@functools.cache
-def stock(family: str) -> PreTrainedModel:
-    """The shared reference model of a family. Never enabled, never changed."""
-    return build(family)
-
-
-@functools.cache
-def treed(family: str) -> PreTrainedModel:
-    """A model with the weights of `stock(family)`, enabled."""
-    return enable(build(family))
+stock, treed = shared(build)
 
 
 def prompt(batch: int, seed: int = 0, width: int = 11) -> tuple[Tensor, Tensor]:

@@ -6,13 +6,12 @@ doge begin later: keys with equal scores are chosen among by the number of slots
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from hf_treespec import enable
+from tiny import shared
 
 VOCAB = 71
 # Enough heads that no key has an index score of exactly zero, which would tie with others.
@@ -123,13 +122,4 @@ def build(name: str, *, attention: str | None = None, **changes: Any) -> Any:
     return model.to(dtype)
 
 
-@functools.cache
-def stock(name: str, attention: str | None = None) -> PreTrainedModel:
-    """A shared model that is never enabled."""
-    return build(name, attention=attention)
-
-
-@functools.cache
-def treed(name: str, attention: str | None = None) -> PreTrainedModel:
-    """One with the same weights, enabled."""
-    return enable(build(name, attention=attention))
+stock, treed = shared(build)

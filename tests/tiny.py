@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -105,16 +105,15 @@ def perturbed(model: PreTrainedModel, scale: float = 0.05, seed: int = 7) -> Pre
     return draft
 
 
-@functools.cache
-def stock(family: str) -> PreTrainedModel:
-    """The shared reference model of a family. Never enabled, never changed."""
-    return build(family)
+def shared(make: Callable[..., PreTrainedModel]) -> tuple[Callable[..., PreTrainedModel], ...]:
+    """Two functions for the models that `make` builds, each of which builds a model once.
+
+    `stock` gives the reference, never enabled and never changed; `treed` one with the same weights, enabled.
+    """
+    return functools.cache(make), functools.cache(lambda *args, **kwargs: enable(make(*args, **kwargs)))
 
 
-@functools.cache
-def treed(family: str) -> PreTrainedModel:
-    """A model with the weights of `stock(family)`, enabled."""
-    return enable(build(family))
+stock, treed = shared(build)
 
 
 @functools.cache

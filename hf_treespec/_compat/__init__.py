@@ -95,6 +95,7 @@ from hf_treespec._compat.models import (
     text_part,
     token_streams,
     vocabulary_size,
+    weights_dtype,
 )
 from hf_treespec._compat.processors import GuidanceProcessor, length_free_processors, process_logits, pure_processors
 from hf_treespec._compat.warning import warn_once
@@ -187,4 +188,5 @@ __all__ = [
     "token_streams",
     "vocabulary_size",
     "warn_once",
+    "weights_dtype",
 ]

@@ -33,6 +33,7 @@ __all__ = [
     "text_part",
     "token_streams",
     "vocabulary_size",
+    "weights_dtype",
 ]
 
 
@@ -170,6 +171,11 @@ def input_device(model: PreTrainedModel, given: torch.device) -> torch.device:
     Weights that accelerate offloads lie on the meta device between forwards; its hooks then move the inputs.
     """
     return given if model.device.type == "meta" else model.device
+
+
+def weights_dtype(model: nn.Module) -> torch.dtype:
+    """The floating type of the weights; float32 for a model without any."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def embedding_rows(model: PreTrainedModel) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_treespec import _compat
+from hf_treespec.api.probe import FAILURES, evaluation
 from hf_treespec.attention import chooses_keys
 
 __all__ = ["takes_custom_attention"]
@@ -61,20 +62,17 @@ def _tried(model: PreTrainedModel) -> str | None:
         return f"its vocabulary of {_compat.embedding_rows(model)} ids is too small for the probe"
     ids = torch.tensor([_PROMPT], device=model.device)
     attend = _Attention()
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
     try:
-        own = _logits(model, ids)
-        with _compat.custom_attention(model, _NAME, attend, "sdpa"):
-            if _compat.attention_implementation(model) != _NAME:
-                return "its attention cannot be chosen by name"
-            other = _logits(model, ids)
-    except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, KeyError, IndexError) as error:
+        with evaluation(model):
+            own = _logits(model, ids)
+            with _compat.custom_attention(model, _NAME, attend, "sdpa"):
+                if _compat.attention_implementation(model) != _NAME:
+                    return "its attention cannot be chosen by name"
+                other = _logits(model, ids)
+    except torch.OutOfMemoryError:
+        raise  # says nothing about the model, and the answer is kept
+    except FAILURES as error:
         return f"the probe forward raised {type(error).__name__}: {error}"
-    finally:
-        for module in training:
-            module.training = True
     if not attend.calls:
         return "its attention is not dispatched by name"
     if attend.strange:

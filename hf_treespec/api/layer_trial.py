@@ -6,7 +6,7 @@ decoding leaves there. So a class is proven or refused by what it does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from hf_treespec import _compat
 from hf_treespec.cache import CallTrial, forget, is_named, layer_kind
 from hf_treespec.errors import TreeSpecError
 
-__all__ = ["check_states", "forget_layers", "has_unnamed_layers", "try_layers", "unknown_classes"]
+__all__ = ["check_states", "forget_layers", "has_unnamed_layers", "read_behind", "try_layers", "unknown_classes"]
 
 # Rows and tokens of the forwards: both must differ. The second sequence goes on, behind a cache.
 _FORWARDS = ((3, (5,)), (1, (7, 4)))
@@ -54,7 +54,7 @@ def try_layers(model: PreTrainedModel) -> str | None:
         cache, first = _compat.make_cache(model.config), 0
         for width in widths:
             with trial.watching(unknown_layers(cache), batch=batch, tokens=width):
-                _read(model, batch, width, cache, first)
+                read_behind(model, _TOKENS[:width], cache, first=first, batch=batch)
             first += width
     return trial.conclude()
 
@@ -94,12 +94,25 @@ def check_states(cache: _compat.Cache, plain: Callable[[], _compat.Cache]) -> No
             )
 
 
-def _read(model: PreTrainedModel, batch: int, width: int, cache: Any, first: int) -> None:
-    ids = torch.tensor([_TOKENS[:width]] * batch, device=model.device)
-    positions = torch.arange(first, first + width, device=model.device).expand(batch, -1)
-    given = {_compat.cache_kwarg(model): cache, "use_cache": True}
-    inputs = _compat.prepare_inputs(model, ids, attention_mask=None, position_ids=positions, **given)
-    model(**inputs, return_dict=True)
+def read_behind(
+    model: PreTrainedModel, tokens: Sequence[int], cache: _compat.Cache, *, first: int, batch: int = 1
+) -> Tensor:
+    """Logits `[B, Q, V]` of a plain forward, by the model's own rules for inputs: some shift their positions.
+
+    Args:
+        model: the model.
+        tokens: of every row.
+        cache: holds the tokens before them; extended in place.
+        first: position of the first token.
+        batch: B.
+    """
+    given: dict[str, Any] = {_compat.cache_kwarg(model): cache, "use_cache": True}
+    if _compat.accepts_position_ids(model):
+        given["position_ids"] = torch.arange(first, first + len(tokens), device=model.device).expand(batch, -1)
+    ids = torch.tensor([tuple(tokens)] * batch, device=model.device)
+    inputs = _compat.prepare_inputs(model, ids, attention_mask=None, **given)
+    logits: Tensor = model(**inputs, return_dict=True).logits
+    return logits
 
 
 def _difference(one: Any, two: Any, place: str) -> str | None:

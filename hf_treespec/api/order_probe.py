@@ -57,6 +57,8 @@ def probe_order(model: PreTrainedModel, *, why_steps: str = "") -> Finding:
         try:
             with evaluation(model):
                 traits, own = _own_state(model)
+        except torch.OutOfMemoryError:
+            raise
         except FAILURES as error:
             reason = f"the probe forward raised {type(error).__name__}: {error}"
             return Finding(Route.REFUSE, reason, PathTraits(), final=False)
@@ -98,7 +100,7 @@ def without_baseline(model: PreTrainedModel) -> str | None:
     if _compat.rereads_all(model, whole):
         return "it keeps nothing between its forwards: plain decoding reads the whole text at every step"
     size, off = float(at_once.abs().max()), float((steps - at_once).abs().max())
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    dtype = _compat.weights_dtype(model)
     if off <= (_BASELINE_TOLERANCE if dtype in _STATE_TOLERANCE else _LOW_PRECISION_TOLERANCE) * size:
         return None
     return (
@@ -149,7 +151,7 @@ def _compared(model: PreTrainedModel, route: Route, traits: PathTraits, *, batch
 
 def _differing(model: PreTrainedModel, wanted: _State, found: _State) -> str | None:
     """Where two states are further apart than rounding explains, or None."""
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    dtype = _compat.weights_dtype(model)
     allowed = _STATE_TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE)
     if wanted.keys() != found.keys():
         return "in a probe its state had other parts after a path than after plain steps"
@@ -218,15 +220,7 @@ def _rounds(
     ids, mask = _prompt(model, sample, batch)
     kwargs = _compat.start_kwargs(model, ids, mask)
     cache, carried = cache_of(model, route, kwargs, _compat.prefill(model, ids, _compat.default_config(), kwargs))
-    real = [ids.shape[1]] * batch if mask is None else mask.sum(-1).tolist()
-    prompt = Prompt(
-        mask_BP=mask,
-        ids_width=ids.shape[1],
-        physical=ids.shape[1],
-        last_positions=torch.tensor([[count - 1] for count in real], device=ids.device),
-        real_tokens=real,
-        known_tokens=ids.tolist(),
-    )
+    prompt = Prompt.of(ids, {"attention_mask": mask}, _compat.default_config())
     rows, forward = make_target(model, route, traits, kwargs, cache, carried, prompt)
     if isinstance(forward, OrderedForward):
         forward.alone = alone

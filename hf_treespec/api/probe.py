@@ -12,7 +12,14 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_treespec import _compat
-from hf_treespec.api.layer_trial import check_states, forget_layers, has_unnamed_layers, try_layers, unknown_classes
+from hf_treespec.api.layer_trial import (
+    check_states,
+    forget_layers,
+    has_unnamed_layers,
+    read_behind,
+    try_layers,
+    unknown_classes,
+)
 from hf_treespec.api.outliers import without_shared_outliers
 from hf_treespec.attention import (
     ModuleCalls,
@@ -171,9 +178,9 @@ def find_position_modules(model: PreTrainedModel) -> tuple[str, ...]:
 
     def calls(tokens: tuple[int, ...], *, length: int) -> ModuleCalls:
         cache = _compat.make_cache(model.config)
-        _read(model, prompt[:length], cache, first=0)
+        read_behind(model, prompt[:length], cache, first=0)
         with recorded_calls(model, len(tokens)) as record:
-            _read(model, tokens, cache, first=length)
+            read_behind(model, tokens, cache, first=length)
         return record
 
     try:
@@ -212,7 +219,7 @@ def compare(
     samples = [sample for sample in map(Sample, _SHIFTS) if sample.ids_needed <= rows]
     if not samples:
         return f"its vocabulary of {rows} ids is too small for the probe", True
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    dtype = _compat.weights_dtype(model)
     seen: list[tuple[float, float, float]] = []
     try:
         with evaluation(model), without_shared_outliers(model):
@@ -250,9 +257,7 @@ def _ids(model: PreTrainedModel, tokens: tuple[int, ...]) -> Tensor:
 def _tree_logits(model: PreTrainedModel, sample: Sample, route: Route) -> Tensor:
     """Logits `[2, V]`: at a tree node, and of the token after it once its path has been committed."""
     cache = _compat.make_cache(model.config)
-    _read(model, sample.prompt, cache, first=0)
-    if not any(getattr(layer, "is_initialized", True) for layer in cache.layers):
-        raise TreeSpecError("it leaves the cache empty that generate() gives it, and reads the whole text every time")
+    read_behind(model, sample.prompt, cache, first=0)
     rows = RowCache(cache, [len(sample.prompt)])
     last = torch.tensor([[len(sample.prompt) - 1]], device=model.device)
     forward = TargetForward(model, rows, last, None, {"use_cache": True}, route=route)
@@ -273,25 +278,13 @@ def _path_logits(
     Token by token, as plain decoding reads it: some models look ahead in what they are given at once.
     """
     cache = _compat.make_cache(model.config)
-    _read(model, sample.prompt, cache, first=0)
+    read_behind(model, sample.prompt, cache, first=0)
     tokens = (*path, sample.next) if ahead else path
     for place, token in enumerate(tokens, len(sample.prompt)):
-        after = _read(model, (token,), cache, first=place)
+        after = read_behind(model, (token,), cache, first=place)
         if place == len(sample.prompt) + len(path) - 1:
             at_node = after
     return torch.stack([at_node[0, -1], after[0, -1]]).double(), cache
-
-
-def _read(model: PreTrainedModel, tokens: tuple[int, ...], cache: _compat.Cache, *, first: int) -> Tensor:
-    """Logits `[1, Q, V]` of a plain forward, by the model's own rules for inputs: some shift their positions."""
-    positions = torch.arange(first, first + len(tokens), device=model.device)[None]
-    given = {_compat.cache_kwarg(model): cache, "use_cache": True}
-    if _compat.accepts_position_ids(model):
-        given["position_ids"] = positions
-    ids = _ids(model, tokens)
-    inputs = _compat.prepare_inputs(model, ids, attention_mask=None, **given)
-    logits: Tensor = model(**inputs, return_dict=True).logits
-    return logits
 
 
 def _encoder_states(model: PreTrainedModel) -> dict[str, Any]:
@@ -312,14 +305,7 @@ def _batch_logits(model: PreTrainedModel, sample: Sample, encoder: dict[str, Any
     inputs = _compat.prepare_inputs(model, ids, **{_compat.cache_kwarg(model): cache}, **kwargs)
     model(**inputs, return_dict=True)
     rows = PathCache(cache, [width])
-    prompt = Prompt(
-        mask_BP=None,
-        ids_width=width,
-        physical=width,
-        last_positions=torch.tensor([[width - 1]], device=model.device),
-        real_tokens=[width],
-        known_tokens=[list(sample.prompt)],
-    )
+    prompt = Prompt.of(ids, {}, _compat.default_config(), encoder_decoder=_compat.is_encoder_decoder(model))
     forward = PathForward(model, rows, prompt, kwargs)
     with rows.transaction() as transaction:
         at_node = forward([sample.tree], [1])[0, -1]

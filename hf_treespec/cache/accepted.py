@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_treespec.cache.states import Axes
 
-__all__ = ["Accepted", "keep_slots"]
+__all__ = ["Accepted", "keep_slots", "wide_index"]
 
 
 class Accepted:
@@ -79,7 +79,7 @@ class Accepted:
         source_BL = self.sources_BL(states.device)
         if keep is not None:
             source_BL = source_BL[:, max(0, self.after - keep) :]
-        return states.gather(axes.tokens, _wide((source_BL - first).clamp(min=0), states, axes))
+        return states.gather(axes.tokens, wide_index((source_BL - first).clamp(min=0), states, axes))
 
     def _on(self, name: str, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
         key = (name, device)
@@ -115,10 +115,10 @@ def keep_slots(states: Tensor, axes: Axes, accepted: Accepted) -> None:
         target.copy_(states.index_select(axes.tokens, accepted.before + accepted.picks(device)))
     else:
         index_BA = accepted.before + accepted.picks_BA(device)
-        target.copy_(states.gather(axes.tokens, _wide(index_BA, states, axes)))
+        target.copy_(states.gather(axes.tokens, wide_index(index_BA, states, axes)))
 
 
-def _wide(index_BA: Tensor, states: Tensor, axes: Axes) -> Tensor:
+def wide_index(index_BA: Tensor, states: Tensor, axes: Axes) -> Tensor:
     """`[B, A]` as an index for `gather` along the token axis."""
     shape, wide = [1] * states.dim(), list(states.shape)
     shape[axes.rows] = index_BA.shape[0]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_treespec.cache.accepted import Accepted
+from hf_treespec.cache.accepted import Accepted, wide_index
 from hf_treespec.cache.calls import Call, CallPlan, call_plan, token_methods
 from hf_treespec.cache.snapshot import LayerState
 from hf_treespec.errors import TreeSpecError
@@ -124,7 +124,4 @@ class ReplayRecorder:
         if accepted.same:
             return value.index_select(axes.tokens, accepted.picks(value.device)[step : step + 1])
         index_B1 = accepted.picks_BA(value.device)[:, step : step + 1]
-        shape, wide = [1] * value.dim(), list(value.shape)
-        shape[axes.rows], shape[axes.tokens] = index_B1.shape
-        wide[axes.tokens] = 1
-        return value.gather(axes.tokens, index_B1.reshape(shape).expand(wide))
+        return value.gather(axes.tokens, wide_index(index_B1, value, axes))

@@ -101,6 +101,11 @@ def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
         raise UnsupportedCallError("input_ids are empty: pass at least one token, for example the bos token")
 
 
+def _impure(processors: Sequence[object]) -> str:
+    """Names of the classes that are not known to be functions of their arguments; empty if there are none."""
+    return ", ".join(sorted({type(p).__name__ for p in processors if not are_pure([p])}))
+
+
 def check_processors(processors: Sequence[object], on_stateful: str) -> None:
     """Refuse processors that may keep a state, if the `TreeConfig` says so.
 
@@ -113,10 +118,9 @@ def check_processors(processors: Sequence[object], on_stateful: str) -> None:
     """
     if on_stateful == "in_step":
         return
-    odd = sorted({type(p).__name__ for p in processors if not are_pure([p])})
-    if odd:
+    if odd := _impure(processors):
         raise UnsupportedCallError(
-            f"TreeConfig(on_stateful_processor='error') with logits processors of class {', '.join(odd)}, which are "
+            f"TreeConfig(on_stateful_processor='error') with logits processors of class {odd}, which are "
             "not known to be functions of their arguments; with on_stateful_processor='in_step' they are called once "
             "a token, in order, as plain decoding calls them"
         )
@@ -132,10 +136,9 @@ def check_independent(processors: Sequence[object], verification: str) -> None:
     Raises:
         UnsupportedCallError: naming their classes.
     """
-    odd = sorted({type(p).__name__ for p in processors if not are_pure([p])})
-    if odd:
+    if odd := _impure(processors):
         raise UnsupportedCallError(
-            f"TreeConfig(verification={verification!r}) with logits processors of class {', '.join(odd)}, which are "
+            f"TreeConfig(verification={verification!r}) with logits processors of class {odd}, which are "
             "not known to be functions of their arguments: this rule needs the law at nodes that the text may never "
             "visit. Leave verification at 'coupled', which calls them once a token"
         )

@@ -76,8 +76,6 @@ def plan(rule: Rule, trees: Sequence[TokenTree], target_BNV: Tensor, laws: Draft
     target_MV = target_BNV.reshape(batch * nodes, vocab)
     residual_MV = target_MV.clone()
     accept_M = target_MV.new_ones(batch * nodes)
-    # A joint rule's a of each node once its children are rejected.
-    left_M = target_MV.new_ones(batch * nodes)
     for level in _levels(trees, nodes):
         state = _Siblings(rule, level, trees, nodes, target_MV, laws)
         if rule.joint:
@@ -90,12 +88,10 @@ def plan(rule: Rule, trees: Sequence[TokenTree], target_BNV: Tensor, laws: Draft
         else:
             state.accept_in_turn(accept_M)
         residual_MV[state.at] = state.p
-        left_M[state.at] = state.a
+        if rule.joint:
+            # Nobody asks any more with what probability the node began.
+            accept_M[state.at] = state.a
     if rule.joint:
-        inner = torch.zeros_like(accept_M, dtype=torch.bool)
-        for row, tree in enumerate(trees):
-            inner[[row * nodes + n for n in range(len(tree)) if tree.children(n)]] = True
-        accept_M = torch.where(inner, left_M, accept_M)
         accept_M[::nodes] = 1.0
     return Plan(accept_M.view(batch, nodes), residual_MV.view_as(target_BNV), rule.joint)
 

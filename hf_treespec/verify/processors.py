@@ -79,11 +79,18 @@ class NodeScorer:
         out: dict[int, Tensor] = {}
         for length in sorted(set(lengths.values())):
             here = [row for row in raw if lengths[row] == length]
-            # Processors may index by row, so the batch keeps its shape: the other rows lend a copy of some logits.
-            stacked = torch.stack([raw[row] if row in here else raw[here[0]] for row in range(self._batch)])
-            processed = _compat.process_logits(self._processors, buffer.text(length), stacked)
-            out.update({row: processed[row] for row in here})
+            out.update(self._together({row: raw[row] for row in here}, buffer.text(length)))
         return out
+
+    def _together(self, logits: Mapping[int, Tensor], ids: Tensor) -> dict[int, Tensor]:
+        """Processed scores of some rows whose texts are equally long: row -> `[V]`.
+
+        Processors may index by row, so the batch keeps its shape: the other rows lend a copy of some logits.
+        """
+        some = next(iter(logits.values()))
+        stacked = torch.stack([logits.get(row, some) for row in range(self._batch)])
+        processed = _compat.process_logits(self._processors, ids, stacked)
+        return {row: processed[row] for row in logits}
 
     def flat_scores(self, logits: Tensor, buffer: TextBuffer) -> Tensor:
         """Processed scores of any number of nodes at once, for a `length_free` list.
@@ -134,9 +141,6 @@ class NodeScorer:
                     stand(row, node)
                     path = trees[row].path_tokens(node)
                     ids[row, end - len(path) :] = torch.tensor(path, device=ids.device)
-                # Processors may index by row: the others lend a copy of some logits.
-                stacked = torch.stack([logits_BNV[row if row in here else here[0], node] for row in range(batch)])
-                processed = _compat.process_logits(self._processors, ids, stacked.float())
-                for row in here:
-                    scores_BNV[row, node] = processed[row]
+                for row, scores_V in self._together({row: logits_BNV[row, node].float() for row in here}, ids).items():
+                    scores_BNV[row, node] = scores_V
         return scores_BNV

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache, StaticCache
 
 import slot_models
 import tiny
-from calls import BUSHES, CHAINS_OF_4, GREEDY, SAMPLED, Pair, twice
+from calls import BUSHES, CHAINS_OF_4, GREEDY, SAMPLED, Pair, goes_on_behind_a_cache, twice
 from hf_treespec import TreeConfig, _compat, enable, is_supported
 from slot_models import ALIBI, POSITIONS, TABLE, VOCAB, prompt, stock, treed
 from sources import MAKERS, Source, drafting
@@ -139,18 +139,7 @@ def test_up_to_the_end_of_the_table(family: str, batch: int, maker: str) -> None
 @kinds
 @batches
 def test_a_passed_in_cache_goes_on(family: str, batch: int) -> None:
-    ids, mask = prompt(batch)
-    ours, theirs = (DynamicCache(config=stock(family).config) for _ in range(2))
-    for _ in range(2):
-        made = iter([theirs, ours])
-        pair = twice(
-            ids, mask, models=(stock(family), treed(family)), fresh=lambda made=made: cache_argument(next(made)),
-            max_new_tokens=8, return_dict_in_generate=True,
-        )  # fmt: skip
-        assert _compat.cache_from_outputs(pair.actual) is ours
-        assert_same_cache(theirs, ours, mask)
-        ids = pair.expected.sequences
-        mask = torch.cat([mask, mask.new_ones(batch, 8)], 1)
+    goes_on_behind_a_cache((stock(family), treed(family)), *prompt(batch), assert_same_cache)
 
 
 class Burst(Exception):

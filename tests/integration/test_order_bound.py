@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
-from calls import BUSHES, CHAINS_OF_4, GREEDY, SAMPLED, Pair, twice
+from calls import BUSHES, CHAINS_OF_4, GREEDY, SAMPLED, Pair, goes_on_behind_a_cache, twice
 from conformance.zoo import build
 from hf_treespec import TreeConfig, TreeSpecWarning, enable, is_supported
 from hf_treespec.engine.ordered import OrderedForward
@@ -134,18 +134,7 @@ def test_plain_decoding_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("family", ["lfm2_moe", "bamba", "qwen3_next"])
 @batches
 def test_a_passed_in_cache_goes_on(family: str, batch: int) -> None:
-    ids, mask = prompt(batch)
-    ours, theirs = (DynamicCache(config=stock(family).config) for _ in range(2))
-    for _ in range(2):
-        made = iter([theirs, ours])
-        pair = twice(
-            ids, mask, models=(stock(family), treed(family)), fresh=lambda made=made: cache_argument(next(made)),
-            max_new_tokens=8, return_dict_in_generate=True, pad_token_id=0,
-        )  # fmt: skip
-        assert returned(pair.actual) is ours
-        assert_same_state(theirs, ours, mask)
-        ids = pair.expected.sequences
-        mask = torch.cat([mask, mask.new_ones(batch, 8)], 1)
+    goes_on_behind_a_cache((stock(family), treed(family)), *prompt(batch), assert_same_state, pad_token_id=0)
 
 
 class Burst(Exception):

@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCa
 
 import seq2seq
 import tiny
-from calls import BUSHES, GREEDY, SAMPLED, Pair, twice
+from calls import BUSHES, GREEDY, SAMPLED, Pair, goes_on_behind_a_cache, twice
 from hf_treespec import Support, TreeConfig, UnsupportedCallError, _compat, enable, is_supported
 from hf_treespec.api import assistants, hooks
 from hf_treespec.engine.paths import PathForward, plan_paths
@@ -121,19 +121,7 @@ def test_ended_rows_and_their_cache(family: str, batch: int) -> None:
 @families
 @batches
 def test_a_passed_in_cache_goes_on(family: str, batch: int) -> None:
-    ids, mask = prompt("qwen3", batch)
-    ours, theirs = (DynamicCache(config=stock(family).config) for _ in range(2))
-    for _ in range(2):
-        made = iter([theirs, ours])
-        models = stock(family), treed(family)
-        pair = twice(
-            ids, mask, models=models, fresh=lambda made=made: cache_argument(next(made)), max_new_tokens=8,
-            return_dict_in_generate=True,
-        )  # fmt: skip
-        assert _compat.cache_from_outputs(pair.actual) is ours
-        assert_same_cache(theirs, ours, mask)
-        ids = pair.expected.sequences
-        mask = torch.cat([mask, mask.new_ones(batch, 8)], 1)
+    goes_on_behind_a_cache((stock(family), treed(family)), *prompt("qwen3", batch), assert_same_cache)
 
 
 class Burst(Exception):
