@@ -50,7 +50,7 @@ def processors(sampling: Mapping[str, float]) -> LogitsProcessorList:
 
 
 def _shaped(logits_TV: Tensor, ids: Sequence[int], first: int, sampling: Mapping[str, float]) -> Tensor:
-    """Log probabilities, float64; row t is about the token behind `ids[: first + t]`."""
+    """Log probabilities, float32; row t is about the token behind `ids[: first + t]`."""
     chain = processors(sampling)
     logits_TV = logits_TV.float()
     if sampling["repetition_penalty"] != 1.0:
@@ -61,7 +61,7 @@ def _shaped(logits_TV: Tensor, ids: Sequence[int], first: int, sampling: Mapping
         scores = torch.cat(rows)
     else:
         scores = chain(torch.zeros((logits_TV.shape[0], 1), dtype=torch.long), logits_TV.clone())
-    return scores.double().log_softmax(-1)
+    return scores.log_softmax(-1)
 
 
 @torch.no_grad()
@@ -78,25 +78,37 @@ def laws_of_text(model: Any, ids: Sequence[int], first: int, sampling: Mapping[s
         Log probabilities `[T, V]` after the processors, and those of the bare logits at the same temperature.
     """
     logits = model(torch.tensor([ids], device=model.device)).logits[0, first - 1 : -1]
+    shaped = _shaped(logits, ids, first, sampling)
     bare = {**sampling, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    return _shaped(logits, ids, first, sampling), _shaped(logits, ids, first, bare)
+    return shaped, shaped if bare == dict(sampling) else _shaped(logits, ids, first, bare)
 
 
 def _place(law_TV: Tensor, rank_TV: Tensor, tokens_T: Tensor, dice_T: Tensor) -> Tensor:
     """Where each token lies in its law's distribution function, tokens in falling order of `rank_TV`, ties as one."""
     mine = rank_TV.gather(1, tokens_T[:, None])
-    above = (law_TV * (rank_TV > mine)).sum(-1)
-    level = (law_TV * (rank_TV == mine)).sum(-1)
+    above = (law_TV * (rank_TV > mine)).sum(-1, dtype=torch.float64)
+    level = (law_TV * (rank_TV == mine)).sum(-1, dtype=torch.float64)
     return (above + dice_T * level).clamp(0.0, 1.0)
 
 
 def _score(law_TV: Tensor, value_TV: Tensor, tokens_T: Tensor) -> list[float]:
-    """Sum of value(token) less its expectation, and the variance of that sum."""
-    value_TV = torch.where(law_TV > 0, value_TV, torch.zeros_like(value_TV))
-    mean = (law_TV * value_TV).sum(-1)
-    spread = (law_TV * (value_TV - mean[:, None]) ** 2).sum(-1)
-    seen = value_TV.gather(1, tokens_T[:, None])[:, 0]
-    return [float((seen - mean).sum()), float(spread.sum())]
+    """Sum of value(token) less its expectation, and the variance of that sum; values are finite where laws are not 0."""
+    seen = value_TV.gather(1, tokens_T[:, None])[:, 0].double()
+    value_TV = value_TV.masked_fill(law_TV == 0, 0.0)
+    weighted = law_TV * value_TV
+    mean = weighted.sum(-1, dtype=torch.float64)
+    square = weighted.mul_(value_TV).sum(-1, dtype=torch.float64)
+    return [float((seen - mean).sum()), float((square - mean**2).clamp(min=0.0).sum())]
+
+
+def _score_recent(law_TV: Tensor, tokens: Sequence[int], places: Sequence[int]) -> list[float]:
+    """As `_score`, of whether a token repeats one of the `_RECENT` before it; `places` are those of the rows."""
+    before = [set(tokens[max(0, place - _RECENT) : place]) for place in places]
+    pairs = [(row, token) for row, said in enumerate(before) for token in said]
+    rows, cols = torch.tensor(pairs, dtype=torch.long, device=law_TV.device).view(-1, 2).unbind(-1)
+    chance = law_TV.new_zeros(len(places), dtype=torch.float64).index_add(0, rows, law_TV[rows, cols].double())
+    seen = sum(tokens[place] in said for place, said in zip(places, before, strict=True))
+    return [seen - float(chance.sum()), float((chance * (1 - chance)).clamp(min=0.0).sum())]
 
 
 def witness(
@@ -120,9 +132,11 @@ def witness(
     tokens_T = torch.tensor(tokens, device=target_TV.device)
     chance = target_TV.gather(1, tokens_T[:, None])[:, 0]
     possible = chance > -math.inf
-    # A token that the processors' edge left out by rounding has its like among those that are left.
-    floor = torch.where(target_TV > -math.inf, bare_TV, torch.full_like(bare_TV, math.inf)).amin(-1)
-    edge = ~possible & (bare_TV.gather(1, tokens_T[:, None])[:, 0] > floor - _EDGE)
+    edge = ~possible
+    if bool(edge.any()):
+        # A token that the processors' edge left out by rounding has its like among those that are left.
+        floor = torch.where(target_TV > -math.inf, bare_TV, torch.full_like(bare_TV, math.inf)).amin(-1)
+        edge &= bare_TV.gather(1, tokens_T[:, None])[:, 0] > floor - _EDGE
     out: dict[str, Any] = {"n": len(tokens), "impossible": int((~possible & ~edge).sum()), "edge": int(edge.sum())}
     if not bool(possible.any()):
         return {**out, "used": 0}
@@ -133,10 +147,7 @@ def witness(
     out["used"] = int(possible.sum())
     out["place_p"] = [round(u, 9) for u in _place(law, target_TV, tokens_T, dice[0]).tolist()]
     out["score_p"] = _score(law, target_TV, tokens_T)
-    recent = torch.zeros_like(law)
-    for row, place in enumerate(possible.nonzero()[:, 0].tolist()):
-        recent[row, list(tokens[max(0, place - _RECENT) : place])] = 1.0
-    out["score_recent"] = _score(law, recent, tokens_T)
+    out["score_recent"] = _score_recent(law, tokens, possible.nonzero()[:, 0].tolist())
     if draft_TV is not None:
         ratio = draft_TV[possible, : target_TV.shape[1]].clamp(min=_FLOOR)
         if ratio.shape[1] < target_TV.shape[1]:
@@ -183,7 +194,7 @@ def cells(
         logits = torch.cat([model(part).logits[:, -1] for part in batch.split(16)])
         deeper: dict[tuple[int, ...], float] = {}
         for (path, chance), row in zip(open_paths.items(), logits, strict=True):
-            chances = _shaped(row[None], [*prompt, *path], len(prompt) + len(path), sampling)[0].exp()
+            chances = _shaped(row[None], [*prompt, *path], len(prompt) + len(path), sampling)[0].double().exp()
             best = chances.topk(min(branches, chances.shape[0]))
             for token, share in zip(best.indices.tolist(), best.values.tolist(), strict=True):
                 if share <= 0:

@@ -162,11 +162,13 @@ class _Siblings:
 
     def _law(self, here: Tensor, tokens: Tensor, drawn: Tensor) -> Tensor:
         """The law that each child of a slot was drawn from, given the ones before it, `[S, V]`."""
-        law = torch.zeros_like(self.p[here]).scatter_(1, tokens[:, None], 1.0)
         if self._rest is None:
-            return law
+            return torch.zeros_like(self.p[here]).scatter_(1, tokens[:, None], 1.0)
         rest = self._rest[here]
-        return torch.where(drawn[:, None], rest / rest.sum(-1, keepdim=True), law)
+        law = rest / rest.sum(-1, keepdim=True)
+        law[~drawn] = 0.0
+        # In place: laws of a whole vocabulary are the largest tensors of a round.
+        return law.scatter_(1, tokens[:, None], torch.where(drawn[:, None], law.gather(1, tokens[:, None]), 1.0))
 
     def accept_in_turn(self, accept_M: Tensor) -> None:
         """Test children one after the other, and give the state that is left once all are rejected."""
@@ -176,11 +178,11 @@ class _Siblings:
             of_token = tokens[:, None]
             scaled = a[:, None] * p
             accept_M[child] = (scaled.gather(1, of_token) / law.gather(1, of_token))[:, 0].clamp(max=1.0)
-            left = (scaled - law).clamp(min=0.0)
+            left = scaled.sub_(law).clamp_(min=0.0)
             mass = left.sum(-1)
             some = mass > _NO_MASS
             self.a[here] = torch.where(some, mass / (mass + (1.0 - a)), torch.zeros_like(a))
-            self.p[here] = torch.where(some[:, None], left / mass[:, None], p)
+            self.p[here] = torch.where(some[:, None], left.div_(mass[:, None]), p)
             if self._rest is not None and self._rule.draws is not Draws.IID:
                 self._rest[here[drawn], tokens[drawn]] = 0.0
 
