@@ -92,7 +92,7 @@ def _place(law_TV: Tensor, rank_TV: Tensor, tokens_T: Tensor, dice_T: Tensor) ->
 
 
 def _score(law_TV: Tensor, value_TV: Tensor, tokens_T: Tensor) -> list[float]:
-    """Sum of value(token) less its expectation, and the variance of that sum; values are finite where laws are not 0."""
+    """Sum of value(token) less its expectation, and its variance; values are finite where laws are not 0."""
     seen = value_TV.gather(1, tokens_T[:, None])[:, 0].double()
     value_TV = value_TV.masked_fill(law_TV == 0, 0.0)
     weighted = law_TV * value_TV
