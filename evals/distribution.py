@@ -9,7 +9,8 @@ Texts are generated under every rule, and the target reads each of them once mor
 hypothesis, so no reference samples are needed. docs/lossless.md says what is tested and what the verdict means.
 
 Writes shards (a line for each finished unit), results.json, results.csv and results.png into --out. A killed run goes
-on where it was when it is started again; processes share the prompts among themselves.
+on where it was when it is started again, a finished one with a larger --limit goes on with more prompts; processes
+share the prompts among themselves.
 
 Exit codes: 0 everything as it should be: lossless rules pass, and what is known to be wrong (--inject, typical-lossy)
 is caught; 1 a rule that claims to be lossless fails; 2 bad settings; 3 something wrong was not caught.

@@ -163,9 +163,12 @@ class Settings:
         return int({**JOINT, **self.joint}[name])
 
     def fingerprint(self, prompts: str) -> str:
-        """Changes with whatever changes a record of the run; `prompts` tells sets of prompts apart."""
-        # The family only matters to the verdict.
-        told = {**asdict(replace(self, family=0.5)), "prompts_hash": prompts}
+        """Changes with whatever changes a record of the run; `prompts` tells sets of prompts apart.
+
+        The family matters to the verdict alone, and with a larger limit a run goes on.
+        """
+        unlimited = {name: value for name, value in self.prompts.items() if name != "limit"}
+        told = {**asdict(replace(self, family=0.5, prompts=unlimited)), "prompts_hash": prompts}
         return hashlib.sha256(json.dumps(told, sort_keys=True, default=list).encode()).hexdigest()[:16]
 
 

@@ -143,6 +143,17 @@ def test_a_run_that_was_stopped_goes_on(model: Path, tmp_path: Path, monkeypatch
     assert len(calls) == 10
 
 
+def test_a_run_goes_on_with_more_prompts(model: Path, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir(), parts.mkdir()
+    run(model, whole)
+    run(model, parts, "--limit", "1")
+    first = numbers(parts)
+    run(model, parts)
+    assert numbers(parts) == numbers(whole) != first
+    assert {record["prompt"] for record in read_shards(parts / "out").values()} == {0, 1, 2, 3}
+
+
 def environment() -> dict[str, str]:
     places = [str(ROOT), str(ROOT / "kernels" / "torch-ext")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
