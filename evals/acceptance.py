@@ -81,8 +81,8 @@ def at_zero(target_V: Tensor, draft_V: Tensor) -> Iterator[tuple[str, int, float
 def at_node(p: Tensor, q: Tensor, dice: torch.Generator) -> Iterator[tuple[str, int, float, float]]:
     """(rule, k, accepted, optimum of its draws)."""
     coupled = optima.accepted_coupled(p, q, CHILDREN, NOISE_DRAWS, dice)
-    for place, k in enumerate(CHILDREN):
-        distinct = optima.optimum_distinct(p, q, k)
+    bounds = optima.optimum_distinct(p, q, CHILDREN)
+    for place, (k, distinct) in enumerate(zip(CHILDREN, bounds, strict=True)):
         iid = optima.optimum_iid(p, q, k)
         top = optima.accepted_top(p, q, k)
         yield "coupled", k, coupled[place], distinct

@@ -94,7 +94,7 @@ def write_results(folder: Path, settings: Settings, verdict: Verdict) -> None:
         "settings": asdict(settings),
         **machine,
     }
-    (folder / "results.json").write_text(json.dumps({**told, **machine}, indent=2, default=list) + "\n")
+    (folder / "results.json").write_text(json.dumps(told, indent=2, default=list) + "\n")
     with open(folder / "results.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, [*verdict.rows[0], *machine, "model", "seed"])
         writer.writeheader()

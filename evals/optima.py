@@ -27,8 +27,10 @@ __all__ = [
     "optimum_iid",
 ]
 
-# Clocks ring between these times, in units of the mean of the whole law.
-_FIRST, _LAST, _NODES = 1e-9, 600.0, 128
+# Clocks ring between these times, in units of the mean of the whole law and of what is left for the last draw.
+_FIRST, _LAST, _NODES = 1e-9, 60.0, 192
+# A clock at so many times its mean has rung.
+_CERTAIN = 35.0
 
 
 def _by_ratio(p_V: Tensor, q_V: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,35 +49,50 @@ def optimum_iid(p_V: Tensor, q_V: Tensor, k: int) -> float:
     return _bound(p_V, q_V.cumsum(0).clamp(max=1.0) ** k)
 
 
-def optimum_distinct(p_V: Tensor, q_V: Tensor, k: int) -> float:
-    """Bound for k draws from q without repetition; all tokens if there are no more."""
-    if int((q_V > 0).sum()) <= k:
-        return accepted_top(p_V, q_V, k)
-    p_V, q_V = _by_ratio(p_V, q_V)
-    return _bound(p_V, _all_distinct_in(q_V, k))
+def optimum_distinct(p_V: Tensor, q_V: Tensor, counts: Sequence[int]) -> list[float]:
+    """Bounds for k draws from q without repetition, for each k; all tokens if there are no more."""
+    p_sorted_V, q_sorted_V = _by_ratio(p_V, q_V)
+    all_in = _all_distinct_in(q_sorted_V, counts)
+    few = int((q_V > 0).sum())
+    return [
+        accepted_top(p_V, q_V, k) if few <= k else _bound(p_sorted_V, in_V)
+        for k, in_V in zip(counts, all_in, strict=True)
+    ]
 
 
-def _all_distinct_in(q_V: Tensor, k: int) -> Tensor:
-    """Pr(k draws without repetition lie in the prefix B that ends at each token), `[V]`.
+def _all_distinct_in(q_V: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    """Pr(k draws without repetition lie in the prefix B that ends at each token), `[V]`, for each k.
 
     Give token x an Exp(q_x) clock: the draws are the first k to ring, and not all of them lie in B if the first clock
     outside rings while fewer than k of B have rung. With r = 1 - q(B) that is the integral over t of
-    r e^-t sum over j < k of e_j, the elementary symmetric polynomials of expm1(q_x t) over B. Gauss-Legendre in log t.
+    r e^(-r t) Pr(fewer than k of B have rung by t); with the elementary symmetric polynomials e_j of expm1(q_x t) over
+    B, the probability is e^(-q(B) t) times the sum over j < k of e_j. Clocks that have rung for certain would overflow
+    there and are counted instead. Gauss-Legendre in log t.
     """
-    outside_V = (1.0 - q_V.cumsum(0)).clamp(min=0.0)
+    most = max(counts)
+    outside_V = torch.cat([q_V[1:].flip(0).cumsum(0).flip(0), q_V.new_zeros(1)])
+    # By then the last of the draws has rung: the clock of whatever lies behind the most likely tokens.
+    last = _LAST * (1.0 + 1.0 / max(float(q_V.sort(descending=True).values[most - 1 :].sum()), 1e-12))
     nodes, weights = np.polynomial.legendre.leggauss(_NODES)
-    low, high = np.log(_FIRST), np.log(_LAST)
-    missed_V = torch.zeros_like(q_V)
+    low, high = np.log(_FIRST), np.log(last)
+    missed = [torch.zeros_like(q_V) for _ in counts]
     for node, weight in zip(nodes, weights, strict=True):
         t = float(np.exp((low + high) / 2 + (high - low) / 2 * node))
-        rung_V = torch.expm1(q_V * t)
-        fewer_V, before_V = torch.ones_like(q_V), torch.ones_like(q_V)
-        for _ in range(1, k):
+        certain_V = q_V * t > _CERTAIN
+        open_V = q_V.masked_fill(certain_V, 0.0)
+        rung_V = torch.expm1(open_V * t)
+        ways_V, fewer = torch.ones_like(q_V), [torch.zeros_like(q_V), torch.ones_like(q_V)]
+        for _ in range(1, most):
+            before_V = torch.cat([ways_V.new_zeros(1), ways_V[:-1]]) if len(fewer) > 2 else ways_V
             ways_V = (rung_V * before_V).cumsum(0)
-            fewer_V += ways_V
-            before_V = torch.cat([ways_V.new_zeros(1), ways_V[:-1]])
-        missed_V += float(weight * (high - low) / 2) * t * float(np.exp(-t)) * outside_V * fewer_V
-    return (1.0 - missed_V).clamp(0.0, 1.0)
+            fewer.append(fewer[-1] + ways_V)
+        none_V = outside_V * torch.exp(-t * (outside_V + open_V.cumsum(0)))
+        scale = float(weight * (high - low) / 2) * t
+        spare_V = certain_V.cumsum(0)
+        for place, k in enumerate(counts):
+            ways = torch.stack(fewer[: k + 1]).gather(0, (k - spare_V).clamp(min=0)[None])[0]
+            missed[place] += scale * none_V * ways
+    return [(1.0 - missed_V).clamp(0.0, 1.0) for missed_V in missed]
 
 
 def optimum_hybrid(p_V: Tensor, q_V: Tensor, k: int, randoms: int) -> float:
@@ -91,7 +108,7 @@ def optimum_hybrid(p_V: Tensor, q_V: Tensor, k: int, randoms: int) -> float:
     rest_p, rest_q = _by_ratio(rest_p, rest_V / mass)
     if int((rest_q > 0).sum()) <= randoms:
         return float(p_V[top].sum() + rest_p[rest_q > 0].sum())
-    all_in = rest_q.cumsum(0) if randoms == 1 else _all_distinct_in(rest_q, randoms)
+    all_in = rest_q.cumsum(0) if randoms == 1 else _all_distinct_in(rest_q, [randoms])[0]
     return _bound(rest_p, all_in, offset=float(p_V[top].sum()))
 
 
