@@ -5,9 +5,8 @@
 DIR holds HumanEval.jsonl.gz, gsm8k_test.jsonl and mt_bench.jsonl. The target is SmolLM2-135M-Instruct in float32, the
 draft the target without some of its layers, or another of evals/drafts.py. *Nodes*: contexts of text that the target
 has sampled; per temperature and number of children what a rule accepts there, and the bound for its draws
-(evals/optima.py). *Naive*: the share of coins that the naive rule of the library accepts at such nodes, beside the
-target's mass on the children. *Trees*: the tokens that whole rounds of generate() accept, and what they accept in the
-mean over the coins.
+(evals/optima.py). *Trees*: the tokens that whole rounds of generate() accept, and what they accept in the mean over
+the coins.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import platform
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -33,10 +31,6 @@ import optima
 from bars import SETS, encode, read_prompts
 from drafts import make_draft
 from hf_treespec import TreeConfig, enable
-from hf_treespec.rules import RULES as RULES_BY_NAME
-from hf_treespec.tree import TreeBuilder
-from hf_treespec.verify.draw import expected_accepted, winners
-from hf_treespec.verify.plan import plan
 from real_model import load_smollm2
 
 TEMPERATURES = (0.0, 0.3, 0.7, 1.0, 1.5, 2.0)
@@ -46,7 +40,6 @@ SEED = 1
 # Draws of the noise, and of rejected children, behind the two figures that have no closed form.
 NOISE_DRAWS, CHILD_DRAWS = 64, 20
 RULES = ("coupled", "naive", "rrs", "kseq", "rrsw", "traversal", "block", "hybrid", "hybrid-joint")
-NAIVE_COINS = 100_000
 TREE_TEMPERATURES = (0.3, 0.7, 1.0)
 
 
@@ -133,37 +126,6 @@ def nodes_part(target: Any, draft: Any, tokenizer: Any, data: Path, prompts: int
     return out
 
 
-def naive_part(target: Any, draft: Any, tokenizer: Any, data: Path, prompts: int) -> list[dict[str, Any]]:
-    """One context of each text at temperature 1: the mass of the k most likely tokens of the draft, and coins."""
-    out = []
-    dice = torch.Generator().manual_seed(SEED)
-    for place, (target_V, draft_V) in enumerate(contexts(target, draft, tokenizer, data, prompts, 1)):
-        p = law(target_V, 1.0)
-        for k in CHILDREN:
-            children = draft_V.topk(k).indices
-            shape = TreeBuilder(0)
-            for rank, token in enumerate(children.tolist()):
-                shape.add(0, token, -math.log1p(rank))
-            tree, _ = shape.freeze()
-            decided = plan(RULES_BY_NAME["naive"], [tree], p.expand(1, k + 1, -1))
-            many = replace(decided, accept_BN=decided.accept_BN.expand(NAIVE_COINS, -1))
-            coins = torch.rand(NAIVE_COINS, k + 1, generator=dice, dtype=p.dtype)
-            share = float((winners(many, [tree] * NAIVE_COINS, coins) != 0).double().mean())
-            mass = float(p[children].sum())
-            out.append(
-                {
-                    "node": place,
-                    "children": k,
-                    "coins": NAIVE_COINS,
-                    "mass": round(mass, 6),
-                    "expected": round(expected_accepted(decided.accept_BN[0].tolist(), tree, joint=False), 6),
-                    "accepted": round(share, 6),
-                    "deviations": round((share - mass) / max(math.sqrt(mass * (1 - mass) / NAIVE_COINS), 1e-9), 3),
-                }
-            )
-    return out
-
-
 def trees_part(target: Any, draft: Any, tokenizer: Any, data: Path, prompts: int) -> list[dict[str, Any]]:
     """Whole rounds of generate(), 12 nodes, depth up to 4."""
     out = []
@@ -235,11 +197,11 @@ def main() -> int:
     parser.add_argument("--draft", default="drop:16-22", help="see evals/drafts.py")
     parser.add_argument("--prompts", type=int, default=12, help="prompts of each set")
     parser.add_argument("--positions", type=int, default=3, help="contexts of each text")
-    parser.add_argument("--parts", default="naive,nodes,trees")
+    parser.add_argument("--parts", default="nodes,trees")
     arguments = parser.parse_args()
     parts = set(arguments.parts.split(","))
-    if not parts <= {"naive", "nodes", "trees"}:
-        parser.error(f"--parts {arguments.parts}: expected some of naive, nodes, trees, with commas between")
+    if not parts <= {"nodes", "trees"}:
+        parser.error(f"--parts {arguments.parts}: expected nodes, trees or both, with a comma between")
     target, tokenizer = load_smollm2()
     draft = make_draft(arguments.draft, target, SEED)
     if draft is None:
@@ -253,7 +215,6 @@ def main() -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     tasks: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "nodes": lambda: nodes_part(target, draft, tokenizer, arguments.data, arguments.prompts, arguments.positions),
-        "naive": lambda: naive_part(target, draft, tokenizer, arguments.data, arguments.prompts),
         "trees": lambda: trees_part(target, draft, tokenizer, arguments.data, max(1, arguments.prompts // 6)),
     }
     for name in sorted(parts):

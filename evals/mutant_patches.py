@@ -195,7 +195,8 @@ def law_of_parent() -> Sequence[Patch]:
     def plan(rule: Any, trees: Sequence[TokenTree], target_BNV: Tensor, laws: DraftLaws | None = None) -> Plan:
         if laws is not None:
             rows = [
-                {node: found.get(tree.parents[node], row) for node, row in found.items()}
+                # A row that has ended keeps its laws longer than its tree.
+                {node: found.get(tree.parents[node], row) for node, row in found.items() if node < len(tree)}
                 for tree, found in zip(trees, laws.rows, strict=True)
             ]
             laws = replace(laws, rows=rows)
