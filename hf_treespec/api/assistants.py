@@ -9,6 +9,7 @@ from hf_treespec import _compat
 from hf_treespec.api.support import require_support
 from hf_treespec.cache import REPLAYED, layer_kind
 from hf_treespec.config import TreeConfig
+from hf_treespec.draft import open_corpus_index, tokenizer_fingerprint
 from hf_treespec.errors import UnsupportedCallError
 
 if TYPE_CHECKING:
@@ -37,15 +38,25 @@ def check_draft(
     Raises:
         UnsupportedCallError: if `TreeConfig(draft=...)` and the call do not fit together.
         UnsupportedModelError: if the assistant cannot take a tree.
+        TreeConfigError: if the corpus of the call cannot be read, or is of another vocabulary.
     """
     if config.draft == "model" and assistant is None:
         raise UnsupportedCallError(
             "TreeConfig(draft='model') without assistant_model: pass a loaded draft model (on the command line: "
             "--draft-model), or use draft='ngram'"
         )
-    if config.draft == "ngram" and assistant is not None:
+    if config.sources and assistant is not None:
         raise UnsupportedCallError(
-            "TreeConfig(draft='ngram') with an assistant_model: leave one out, or use draft='auto' or 'model'"
+            f"TreeConfig(draft={config.draft!r}) with an assistant_model: leave one out, or use draft='auto' or "
+            "'model'"
+        )
+    index = config.options_of("suffix")["index"] if "suffix" in config.sources else None
+    if index is not None:
+        tokenizer = mode_kwargs.get("tokenizer")
+        open_corpus_index(
+            index,
+            vocab_size=_compat.vocabulary_size(model),
+            fingerprint=None if tokenizer is None else tokenizer_fingerprint(tokenizer),
         )
     if assistant is None:
         return
