@@ -38,11 +38,11 @@ _INTEGERS: dict[str, tuple[int, int]] = {
     "random_children": (0, 2),
 }
 _SEED_LIMIT = 1 << 63
-# Options of each source: default and what is expected, an integer in a range or else the path of a file.
-_OPTIONS: dict[str, dict[str, tuple[int | None, tuple[int, int] | None]]] = {
+# Options of each source: default and what is expected, an integer in a range, a bool, or the path of a file.
+_OPTIONS: dict[str, dict[str, tuple[int | None, tuple[int, int] | type]]] = {
     "ngram": {"max_match": (8, (1, 64))},
-    "suffix": {"index": (None, None)},
-    "recycle": {"candidates": (8, (1, 64))},
+    "suffix": {"index": (None, Path)},
+    "recycle": {"candidates": (8, (1, 64)), "keep": (True, bool)},
 }
 
 
@@ -84,7 +84,8 @@ class TreeConfig:
             in order, with the committed text only. ``"error"`` refuses the call before any forward.
         draft_options: options by source, such as ``{"recycle": {"candidates": 12}}``; those of sources that do not
             draft have no effect. ``ngram``: `max_match`, longest context in tokens (8). ``suffix``: `index`, path of
-            a corpus index that `treespec index` made (None). ``recycle``: `candidates`, kept of each token (8).
+            a corpus index that `treespec index` made (None). ``recycle``: `candidates`, kept of each token (8), and
+            `keep`, whether what is learnt in a call serves the next calls of the model too (True).
 
     Raises:
         TreeConfigError: if a field has a value that cannot work.
@@ -255,18 +256,23 @@ def _checked_options(value: Any) -> dict[str, dict[str, Any]]:
                 raise TreeConfigError(
                     f"{where}...): {source}[{name!r}]: no such option; expected one of {', '.join(map(repr, known))}"
                 )
-            limits = known[name][1]
-            if limits is None:
-                if setting is not None and not isinstance(setting, (str, Path)):
-                    raise TreeConfigError(f"{where}...): {source}[{name!r}]={setting!r}: expected the path of a file")
-                setting = None if setting is None else str(setting)
-            elif isinstance(setting, bool) or not isinstance(setting, int) or not limits[0] <= setting <= limits[1]:
-                low, high = limits
-                raise TreeConfigError(
-                    f"{where}...): {source}[{name!r}]={setting!r}: expected an integer in [{low}, {high}]"
-                )
-            checked[source][name] = setting
+            checked[source][name] = _checked_option(f"{where}...): {source}[{name!r}]", setting, known[name][1])
     return checked
+
+
+def _checked_option(where: str, value: Any, expected: tuple[int, int] | type) -> Any:
+    if expected is Path:
+        if value is not None and not isinstance(value, (str, Path)):
+            raise TreeConfigError(f"{where}={value!r}: expected the path of a file, or None")
+        return None if value is None else str(value)
+    if expected is bool:
+        if not isinstance(value, bool):
+            raise TreeConfigError(f"{where}={value!r}: expected True or False")
+        return value
+    assert isinstance(expected, tuple)
+    if isinstance(value, bool) or not isinstance(value, int) or not expected[0] <= value <= expected[1]:
+        raise TreeConfigError(f"{where}={value!r}: expected an integer in [{expected[0]}, {expected[1]}]")
+    return value
 
 
 _READERS: dict[str, Callable[[str], Any]] = {".json": json.loads, ".yaml": yaml.safe_load, ".yml": yaml.safe_load}

@@ -185,7 +185,7 @@ class TextDraft:
             for predictor, shares in zip(self.predictors, told, strict=True):
                 if predictor.judged:
                     predictor.judge(shares, token)
-            if len(told) > 1:
+            if len(told) > 1 and any(token in shares for shares in told):
                 weights = self.weights(row.index)
                 gained = [w * max(shares.get(token, 0.0), _LEAST) for w, shares in zip(weights, told, strict=True)]
                 scale, even = (1.0 - _EVEN) / sum(gained), _EVEN / len(gained)

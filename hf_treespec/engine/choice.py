@@ -16,6 +16,7 @@ from hf_treespec.draft import (
     ModelDraft,
     Predictor,
     RecyclePredictor,
+    RecycleTable,
     RetokenizedDraft,
     TextDraft,
     ngram_predictor,
@@ -94,8 +95,9 @@ def _predictor(name: str, request: Request, vocab: int) -> Predictor:
         # It was compared with the model when the call was checked.
         return suffix_predictor(corpus=None if path is None else open_corpus_index(path))
     temperature = request.generation_config.temperature if request.generation_config.do_sample else None
+    size = vocab, options["candidates"]
     return RecyclePredictor(
-        table_of(request.target, vocab, options["candidates"]),
+        table_of(request.target, *size) if options["keep"] else RecycleTable(*size),
         readable=_compat.embedding_rows(request.target),
         temperature=1.0 if temperature is None else float(temperature),
     )
