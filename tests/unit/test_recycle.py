@@ -186,7 +186,9 @@ def test_noise_of_single_tokens_is_that_of_all() -> None:
         noise = GumbelNoise(2**62 + 3, 500, streams=streams)
         for row, position in ((0, 0), (1, 7), (1, 12345)):
             tokens = [0, 1, 17, 499]
-            assert noise.of(row, position, tokens) == pytest.approx(noise.at(row, position)[tokens].tolist(), rel=1e-12)
+            assert noise.of(row, position, tokens) == pytest.approx(
+                noise.at(row, position)[tokens].tolist(), rel=1e-12
+            )
 
 
 # -- the table of a model --
