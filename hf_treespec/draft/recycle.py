@@ -72,6 +72,8 @@ class RecycleTable:
             shares: `[R, K]`, their probabilities.
         """
         # Written out: numpy promises no order for repeated indices.
+        if not len(tokens):
+            return
         last = {token: place for place, token in enumerate(tokens.tolist())}
         rows, places = list(last), list(last.values())
         self.tokens_VK[rows] = candidates[places]
@@ -184,11 +186,15 @@ class RecyclePredictor(Predictor):
                 rows += [row] * len(order)
                 nodes += order
                 tokens += [tree.tokens[node] for node in order]
-        known = [place for place, token in enumerate(tokens) if token < len(self.table.tokens_VK)]
-        if not known:
+        if not rows:
             return
-        place = np.array(rows)[known], np.array(nodes)[known]
+        candidates_RK, shares_RK = ids_BNK[rows, nodes].astype(np.int32), shares_BNK[rows, nodes]
+        tokens_R = np.array(tokens)
+        # A node without a finite law teaches nothing.
+        known = np.isfinite(shares_RK[:, 0]) & (tokens_R < len(self.table.tokens_VK))
         pad = ((0, 0), (0, self.table.candidates - count))
-        candidates = np.pad(ids_BNK[place].astype(np.int32), pad, constant_values=-1)
-        # A node without a finite law teaches nothing; its shares are 0, which nobody proposes.
-        self.table.put(np.array(tokens)[known], candidates, np.pad(np.nan_to_num(shares_BNK[place], posinf=0.0), pad))
+        self.table.put(
+            tokens_R[known],
+            np.pad(candidates_RK[known], pad, constant_values=-1),
+            np.pad(shares_RK[known], pad),
+        )

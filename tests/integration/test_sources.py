@@ -17,8 +17,10 @@ import slot_models
 import tiny
 from calls import GREEDY, SAMPLED
 from hf_treespec import TreeConfig, UnsupportedCallError, disable, enable
+from hf_treespec.control import SizePolicy
 from hf_treespec.draft import LearningDraft, TextDraft, build_corpus_index, recycle
 from hf_treespec.draft.text import Predictor
+from hf_treespec.tree import TokenTree
 from tiny import MARGIN, WIDTH, assert_same_text, cache_argument, new_cache, prompt, real_texts
 
 batches = pytest.mark.parametrize("batch", [1, 3])
@@ -279,6 +281,28 @@ def test_what_is_observed_is_what_the_target_says_of_each_path(
                 assert float((expected - logits[row, node]).abs().max()) < MARGIN
             done[row] += len(path)
             assert tree.path_tokens(path[-1]) == whole[row][done[row] - len(path) : done[row]]
+
+
+def test_credit_goes_by_the_nodes_that_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    class One(Noted):
+        def __init__(self, name: str, token: int, share: float) -> None:
+            super().__init__()
+            self.name, self.told = name, {token: share}
+
+        def shares(self, row: Any, path: Any, floor: float) -> dict[int, float]:
+            return {} if path else self.told
+
+    def cut(self: SizePolicy, trees: Any, *_: Any) -> Any:
+        """Of the two children of a root the second."""
+        self.kept = [[0, 2] if tree.drafted == 2 else [0] for tree in trees]
+        return [tree.part([2]) if tree.drafted == 2 else TokenTree.root_only(tree.tokens[0]) for tree in trees]
+
+    source = TextDraft([One("one", 4, 0.9), One("two", 5, 0.1)])
+    monkeypatch.setattr("hf_treespec.engine.loop.make_draft", lambda *_: source)
+    monkeypatch.setattr(SizePolicy, "cut", cut)
+    same_text(tiny.treed("llama"), mask_inputs(1), OFF, do_sample=False)
+    stats = tiny.treed("llama").treespec_stats
+    assert stats.drafted_by_source == {"two": stats.drafted_nodes} and stats.drafted_nodes > 5
 
 
 def test_sources_that_do_not_learn_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,9 @@ def test_logits_that_are_no_law_propose_nothing(bad: float) -> None:
     predictor = new()
     predictor.observe([TokenTree.root_only(3)], torch.full((1, 1, VOCAB), bad), [[0]])
     assert predictor.shares(DraftRow(0, [3]), [], 0.0) == {}
+    predictor.observe([TokenTree.root_only(3)], laws({4: 0.6, 6: 0.3}), [[0]])
+    predictor.observe([TokenTree.root_only(3)], torch.full((1, 1, VOCAB), bad), [[0]])
+    assert candidates(predictor.table, 3) == [(4, 0.6), (6, 0.3)]
     partly = laws({1: 0.5, 2: 0.5})
     partly[0, 0, 3:] = -math.inf
     predictor.observe([TokenTree.root_only(3)], partly, [[0]])
