@@ -43,9 +43,9 @@ _REMEDY = "make it anew with `treespec index`"
 # Between texts, and `max_match` times in front of the first: no context reaches over it.
 _BREAK = -1
 # Followers read of one context, spread evenly over its occurrences.
-_READ = 256
+_READ = 64
 # Contexts told of a match, the longest first.
-_CONTEXTS = 6
+_CONTEXTS = 4
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -118,7 +118,7 @@ def build_corpus_index(
     fingerprint: str | None = None,
     max_match: int = 16,
 ) -> Path:
-    """Write the index of some texts. Needs about 60 bytes of memory and 8 of disk a token; a million takes seconds.
+    """Write the index of some texts. Needs some 80 bytes of memory and 8 of disk a token; a million takes a second.
 
     Args:
         texts: token ids of each.
