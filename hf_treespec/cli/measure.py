@@ -181,8 +181,8 @@ class Bench:
 
     def _call(self, method: Method, inputs: dict[str, Tensor], seed: int) -> _Call:
         model: Any = self.model
-        # Plain is the model as loaded: not even our class is in its path. With it goes what sources keep between calls,
-        # so that no method knows a text from an earlier run of it.
+        # Plain is the model as loaded: not even our class is in its path. With that goes what sources keep between
+        # calls, so that no method knows a text from an earlier run of it.
         if method.config is None:
             disable(model)
         else:
