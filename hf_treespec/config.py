@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,15 @@ from hf_treespec.errors import TreeConfigError, TreeSpecWarning
 from hf_treespec.rules import COUPLED, RULES
 from hf_treespec.tree import GROWTH_POLICIES, TreeLimits
 
-__all__ = ["CONFIG_NAME", "SCHEMA_VERSION", "TreeConfig"]
+__all__ = ["CONFIG_NAME", "SCHEMA_VERSION", "SOURCES", "TreeConfig"]
 
 CONFIG_NAME = "tree_config.json"
 SCHEMA_VERSION = 1
 
+# Sources that need no second model; several may draft together.
+SOURCES = ("ngram", "suffix", "recycle")
+_DRAFTS = ("auto", "model", *SOURCES)
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "draft": ("auto", "model", "ngram"),
     "growth": GROWTH_POLICIES,
     "verification": (COUPLED, *RULES),
     "kv_cache": ("auto",),
@@ -36,6 +38,12 @@ _INTEGERS: dict[str, tuple[int, int]] = {
     "random_children": (0, 2),
 }
 _SEED_LIMIT = 1 << 63
+# Options of each source: default and what is expected, an integer in a range, a bool, or the path of a file.
+_OPTIONS: dict[str, dict[str, tuple[int | None, tuple[int, int] | type]]] = {
+    "ngram": {"max_match": (8, (1, 64))},
+    "suffix": {"index": (None, Path)},
+    "recycle": {"candidates": (8, (1, 64)), "keep": (True, bool)},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +53,11 @@ class TreeConfig:
     That is so for the default `verification`; other rules say of themselves what they keep.
 
     Args:
-        draft: where trees come from: ``"model"`` (the `assistant_model` of the call), ``"ngram"`` (the prompt and the
-            text so far), or ``"auto"``: the assistant if one is given, n-grams otherwise.
+        draft: where trees come from: ``"model"`` (the `assistant_model` of the call); ``"ngram"`` (what followed the
+            same few tokens in the prompt and the text so far); ``"suffix"`` (the same with contexts of any length,
+            and a corpus on disk if one is named); ``"recycle"`` (the target's own top candidates at earlier nodes);
+            or ``"auto"``: the assistant if one is given, n-grams otherwise. Several of the sources that need no model,
+            such as ``("ngram", "recycle")``, grow one tree together.
         max_nodes: drafted nodes of a tree, the root not counted. 0 is plain decoding on the same noise: the reference
             that every tree must equal.
         max_depth: edges from the root to the deepest leaf. A round emits at most `max_depth + 1` tokens.
@@ -71,12 +82,16 @@ class TreeConfig:
             (SynthID, grammar objects, `prefix_allowed_tokens_fn`, classes of the caller's own). ``"in_step"`` lets all
             rows of a batch advance together, so that each is called exactly as plain decoding calls it: once a token,
             in order, with the committed text only. ``"error"`` refuses the call before any forward.
+        draft_options: options by source, such as ``{"recycle": {"candidates": 12}}``; those of sources that do not
+            draft have no effect. ``ngram``: `max_match`, longest context in tokens (8). ``suffix``: `index`, path of
+            a corpus index that `treespec index` made (None). ``recycle``: `candidates`, kept of each token (8), and
+            `keep`, whether what is learnt in a call serves the next calls of the model too (True).
 
     Raises:
         TreeConfigError: if a field has a value that cannot work.
     """
 
-    draft: str = "auto"
+    draft: str | tuple[str, ...] = "auto"
     max_nodes: int = 16
     max_depth: int = 8
     max_children: int = 4
@@ -88,8 +103,11 @@ class TreeConfig:
     seed: int | None = None
     fallback: str = "auto"
     on_stateful_processor: str = "in_step"
+    draft_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "draft", _checked_draft(self.draft))
+        object.__setattr__(self, "draft_options", _checked_options(self.draft_options))
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
@@ -101,6 +119,21 @@ class TreeConfig:
         seed = self.seed
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _SEED_LIMIT):
             raise TreeConfigError(f"TreeConfig(seed={seed!r}): expected None or an integer in [0, 2**63)")
+
+    def __hash__(self) -> int:
+        # A mapping has no hash of its own.
+        return hash(json.dumps(asdict(self), sort_keys=True))
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the sources that draft without a second model; empty for ``"auto"`` and ``"model"``."""
+        names = (self.draft,) if isinstance(self.draft, str) else self.draft
+        return tuple(name for name in names if name in SOURCES)
+
+    def options_of(self, source: str) -> dict[str, Any]:
+        """All options of a source, with defaults for those that are not set."""
+        defaults = {name: default for name, (default, _) in _OPTIONS[source].items()}
+        return {**defaults, **self.draft_options.get(source, {})}
 
     @property
     def limits(self) -> TreeLimits:
@@ -186,6 +219,60 @@ class TreeConfig:
         except (ValueError, yaml.YAMLError) as error:
             raise TreeConfigError(f"{source}: cannot be parsed: {error}") from error
         return cls.from_dict(data)
+
+
+def _checked_draft(value: Any) -> str | tuple[str, ...]:
+    """One name, or a tuple of several."""
+    if isinstance(value, str) and value in _DRAFTS:
+        return value
+    if isinstance(value, (tuple, list)):
+        names = tuple(value)
+        if names and all(name in SOURCES for name in names) and len(set(names)) == len(names):
+            return str(names[0]) if len(names) == 1 else names
+    several = ", ".join(map(repr, SOURCES))
+    raise TreeConfigError(
+        f"TreeConfig(draft={value!r}): expected one of {', '.join(map(repr, _DRAFTS))}, or a tuple of different "
+        f"ones of {several}"
+    )
+
+
+def _checked_options(value: Any) -> dict[str, dict[str, Any]]:
+    """A copy of nested dicts, with paths as strings."""
+    where = "TreeConfig(draft_options="
+    if not isinstance(value, Mapping):
+        raise TreeConfigError(
+            f"{where}{value!r}): expected a mapping of source to options, such as {{'recycle': {{...}}}}"
+        )
+    checked: dict[str, dict[str, Any]] = {}
+    for source, options in value.items():
+        known = _OPTIONS.get(source) if isinstance(source, str) else None
+        if known is None:
+            raise TreeConfigError(f"{where}...): source {source!r}: expected one of {', '.join(map(repr, _OPTIONS))}")
+        if not isinstance(options, Mapping):
+            raise TreeConfigError(f"{where}...): {source}={options!r}: expected a mapping of options")
+        checked[source] = {}
+        for name, setting in options.items():
+            if name not in known:
+                raise TreeConfigError(
+                    f"{where}...): {source}[{name!r}]: no such option; expected one of {', '.join(map(repr, known))}"
+                )
+            checked[source][name] = _checked_option(f"{where}...): {source}[{name!r}]", setting, known[name][1])
+    return checked
+
+
+def _checked_option(where: str, value: Any, expected: tuple[int, int] | type) -> Any:
+    if expected is Path:
+        if value is not None and not isinstance(value, (str, Path)):
+            raise TreeConfigError(f"{where}={value!r}: expected the path of a file, or None")
+        return None if value is None else str(value)
+    if expected is bool:
+        if not isinstance(value, bool):
+            raise TreeConfigError(f"{where}={value!r}: expected True or False")
+        return value
+    assert isinstance(expected, tuple)
+    if isinstance(value, bool) or not isinstance(value, int) or not expected[0] <= value <= expected[1]:
+        raise TreeConfigError(f"{where}={value!r}: expected an integer in [{expected[0]}, {expected[1]}]")
+    return value
 
 
 _READERS: dict[str, Callable[[str], Any]] = {".json": json.loads, ".yaml": yaml.safe_load, ".yml": yaml.safe_load}

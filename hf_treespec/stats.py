@@ -6,7 +6,9 @@ host next waits for a value, in `verify_seconds`; only sums over a whole round a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any
 
 __all__ = ["TreeStats"]
@@ -34,6 +36,9 @@ class TreeStats:
             with less noise than itself; 0 under coupled and greedy verification, which throw none.
         accepted_by_depth: `[d]` is how many row rounds accepted a node of depth d + 1.
         drafted_by_depth: `[d]` is how many row rounds offered a node of depth d + 1.
+        drafted_by_source: nodes that the target scored, by the name of each source that proposed them. Several may
+            have proposed one, so that the sum can exceed `drafted_nodes`.
+        accepted_by_source: likewise the accepted ones.
         plain_rounds: rounds without any drafted node.
         fallback_rounds: rounds that the fallback made plain: to time them, or because no tree paid.
         prefill_seconds: the prefill and its token.
@@ -58,6 +63,8 @@ class TreeStats:
     expected_accepted: float = 0.0
     accepted_by_depth: list[int] = field(default_factory=list)
     drafted_by_depth: list[int] = field(default_factory=list)
+    drafted_by_source: dict[str, int] = field(default_factory=dict)
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
     plain_rounds: int = 0
     fallback_rounds: int = 0
     prefill_seconds: float = 0.0
@@ -100,7 +107,15 @@ class TreeStats:
         """`new_tokens` over `total_seconds`."""
         return self.new_tokens / self.total_seconds if self.total_seconds > 0 else 0.0
 
-    def record_row(self, *, path: int, drafted_depths: set[int], drafted: int, emitted: int) -> None:
+    def record_row(
+        self,
+        *,
+        path: int,
+        drafted_depths: set[int],
+        drafted: int,
+        emitted: int,
+        sources: tuple[Iterable[Iterable[str]], Iterable[Iterable[str]]] = ((), ()),
+    ) -> None:
         """Count one row round.
 
         Args:
@@ -108,6 +123,7 @@ class TreeStats:
             drafted_depths: depths at which the row's tree had nodes.
             drafted: drafted nodes of the row.
             emitted: tokens the row gained.
+            sources: names of the sources of each scored node, and of each accepted one.
         """
         self.row_rounds += 1
         self.round_tokens += emitted
@@ -118,6 +134,9 @@ class TreeStats:
             counts.extend([0] * (deepest - len(counts)))
         for depth in range(path):
             self.accepted_by_depth[depth] += 1
+        for counts_of, nodes in zip((self.drafted_by_source, self.accepted_by_source), sources, strict=True):
+            for name in chain.from_iterable(nodes):
+                counts_of[name] = counts_of.get(name, 0) + 1
         for depth in drafted_depths:
             self.drafted_by_depth[depth - 1] += 1
 

@@ -279,6 +279,7 @@ TREES: list[Any] = [
             {"growth": "dynamic"},
             {"growth": "static", "max_children": 2},
             {"draft": "ngram"},
+            {"draft": ("suffix", "recycle")},
             {"draft": "model"},
             {"attention": "eager"},
             {"on_stateful_processor": "error"},

@@ -50,7 +50,9 @@ PROCESSORS: tuple[dict[str, Any], ...] = (
 )
 # About every ninth token ends a row.
 ENDS: tuple[list[int] | None, ...] = (None, [5, 6, 7, 9, 14, 23, 31, 40, 52])
-KINDS = (*sorted(MAKERS), "model", "ngram")
+# Sources of the library that need no model.
+OWN = ("ngram", "suffix", "recycle")
+KINDS = (*sorted(MAKERS), "model", *OWN)
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ class Case:
 
     def run(self, family: str, ids: Tensor, mask: Tensor, truth: list[list[int]], **more: Any) -> Any:
         """The call with its tree, on the enabled model."""
-        call = {"attention_mask": mask, "tree_config": self.config, **self.arguments, **more}
+        config = self.config.replace(draft=self.kind) if self.kind in OWN else self.config
+        call = {"attention_mask": mask, "tree_config": config, **self.arguments, **more}
         if self.kind == "model":
             call["assistant_model"] = draft(family)
         with self.injected(family, truth):

@@ -19,12 +19,14 @@ from hf_treespec import TreeConfig, UnsupportedCallError, enable
 from tiny import build, perturbed, prompt, reference
 
 OFF = TreeConfig(max_nodes=12, max_depth=5, max_children=3, fallback="off", seed=3)
+RECYCLE = OFF.replace(draft=("ngram", "recycle"))
 T1: dict[str, Any] = {"do_sample": True, "top_k": 0}
 EOS = [5, 6, 7, 9, 14, 23, 31, 40, 52]
 # Per case the arguments of both ranks. They share the models, and nothing else.
 CASES: dict[str, list[dict[str, Any]]] = {
     "ngram": [{"new": 5}, {"new": 21, "batch": 3}],
     "ngram_sampled": [{"new": 18, "batch": 3, **T1}, {"new": 4, **T1}],
+    "recycle": [{"new": 6, "config": RECYCLE}, {"new": 17, "batch": 3, "config": RECYCLE}],
     "model": [{"new": 3, "draft": "other"}, {"new": 20, "draft": "other"}],
     "model_sampled": [{"new": 14, "batch": 3, "draft": "other", **T1}, {"new": 9, "draft": "other", **T1}],
     "own_draft": [{"new": 9, "draft": "same"}, {"new": 17, "batch": 3, "draft": "same"}],

@@ -9,7 +9,8 @@ from hf_treespec import _compat
 from hf_treespec.api.support import require_support
 from hf_treespec.cache import REPLAYED, layer_kind
 from hf_treespec.config import TreeConfig
-from hf_treespec.errors import UnsupportedCallError
+from hf_treespec.draft import open_corpus_index, tokenizer_fingerprint
+from hf_treespec.errors import TreeConfigError, UnsupportedCallError
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -35,7 +36,8 @@ def check_draft(
     """Refuse a draft that contradicts the config or cannot take a tree.
 
     Raises:
-        UnsupportedCallError: if `TreeConfig(draft=...)` and the call do not fit together.
+        UnsupportedCallError: if `TreeConfig(draft=...)` and the call do not fit together, or the corpus that it names
+            cannot be read or is of another vocabulary.
         UnsupportedModelError: if the assistant cannot take a tree.
     """
     if config.draft == "model" and assistant is None:
@@ -43,10 +45,22 @@ def check_draft(
             "TreeConfig(draft='model') without assistant_model: pass a loaded draft model (on the command line: "
             "--draft-model), or use draft='ngram'"
         )
-    if config.draft == "ngram" and assistant is not None:
+    if config.sources and assistant is not None:
         raise UnsupportedCallError(
-            "TreeConfig(draft='ngram') with an assistant_model: leave one out, or use draft='auto' or 'model'"
+            f"TreeConfig(draft={config.draft!r}) with an assistant_model: leave one out, or use draft='auto' or "
+            "'model'"
         )
+    index = config.options_of("suffix")["index"] if "suffix" in config.sources else None
+    if index is not None:
+        tokenizer = mode_kwargs.get("tokenizer")
+        try:
+            open_corpus_index(
+                index,
+                vocab_size=_compat.vocabulary_size(model),
+                fingerprint=None if tokenizer is None else tokenizer_fingerprint(tokenizer),
+            )
+        except TreeConfigError as error:
+            raise UnsupportedCallError(f"TreeConfig(draft_options=...): suffix['index']={index!r}: {error}") from error
     if assistant is None:
         return
     if not require_support(assistant, "assistant_model").route.masked:

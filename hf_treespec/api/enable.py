@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from hf_treespec import _compat
 from hf_treespec.api.hooks import HOOKS
 from hf_treespec.api.support import require_support, unwrap
+from hf_treespec.draft import forget_tables
 from hf_treespec.stats import TreeStats
 
 __all__ = ["disable", "enable", "install", "uninstall"]
@@ -101,6 +102,7 @@ def disable(model: ModelT) -> ModelT:
             inner.__class__ = inner._treespec_base
     if isinstance(inner, PreTrainedModel):
         inner.__dict__.pop("treespec_stats", None)
+        forget_tables(inner)
     return model
 
 

@@ -156,6 +156,7 @@ def _decode(
     route, names = routed(model, is_supported(model))
     draft_route, draft_names = (Route.MASK, ()) if assistant is None else routed(assistant, is_supported(assistant))
     request = Request(
+        target=model,
         input_ids=input_ids,
         logits_processor=kwargs.pop("logits_processor"),
         stopping_criteria=kwargs.pop("stopping_criteria"),

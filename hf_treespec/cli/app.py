@@ -10,6 +10,7 @@ from hf_treespec.cli.bench import bench
 from hf_treespec.cli.doctor import doctor
 from hf_treespec.cli.env import env
 from hf_treespec.cli.generate import generate
+from hf_treespec.cli.index import index
 
 __all__ = ["app"]
 
@@ -40,5 +41,5 @@ def _root(
     """Options of `treespec` itself."""
 
 
-for _command in (generate, bench, doctor, env):
+for _command in (generate, bench, index, doctor, env):
     app.command()(_command)

@@ -46,7 +46,15 @@ def generate(
     max_depth: Annotated[int | None, typer.Option("--max-depth", help="Depth of a tree.")] = None,
     max_children: Annotated[int | None, typer.Option("--max-children", help="Children of a node.")] = None,
     growth: Annotated[str | None, typer.Option("--growth", help="best_first, static or dynamic.")] = None,
-    draft: Annotated[str | None, typer.Option("--draft", help="auto, model or ngram.")] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            "--draft", help="auto, model, ngram, suffix or recycle; or some of the last three: ngram,recycle."
+        ),
+    ] = None,
+    corpus: Annotated[
+        Path | None, typer.Option("--corpus", help="Index of texts for --draft suffix; see treespec index.")
+    ] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Fixes the text when sampling.")] = None,
     fallback: Annotated[
         str | None, typer.Option("--fallback", help="auto decodes plainly while trees do not pay; off never.")
@@ -67,7 +75,8 @@ def generate(
         "max_depth": max_depth,
         "max_children": max_children,
         "growth": growth,
-        "draft": draft,
+        "draft": draft.split(",") if draft and "," in draft else draft,
+        "draft_options": None if corpus is None else {"suffix": {"index": str(corpus)}},
         "seed": seed,
         "fallback": fallback,
     }
@@ -128,6 +137,9 @@ def _generate(
     if tree_config.seed is None and arguments["do_sample"]:
         # torch's generator starts every process alike; a drawn seed varies the text and can be given back with --seed.
         tree_config = tree_config.replace(seed=secrets.randbelow(1 << 31))
+    indexed = "suffix" in tree_config.sources and tree_config.options_of("suffix")["index"] is not None
+    if overrides["draft_options"] is not None and not indexed:
+        raise UsageFault("--corpus", f"has no effect with draft {tree_config.draft!r}; pass --draft suffix as well")
     options = LoadOptions(**load)
     tokenizer = load_tokenizer(name, "MODEL")
     use_chat = bool(tokenizer.chat_template) if chat is None else chat
@@ -140,6 +152,8 @@ def _generate(
         assistant_model=drafter,
         tree_config=tree_config,
         streamer=streamer,
+        # For the fingerprint of the corpus.
+        **({"tokenizer": tokenizer} if indexed else {}),
         **pad_arguments(tokenizer),
         **arguments,
     )

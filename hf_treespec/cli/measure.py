@@ -72,7 +72,7 @@ def make_methods(configs: dict[str, TreeConfig], *, has_draft: bool, sampled: bo
                 name=name,
                 reference=REFERENCE if sampled else "plain",
                 config=config,
-                assisted=has_draft and config.draft != "ngram",
+                assisted=has_draft and not config.sources,
             )
         )
     return methods
@@ -181,7 +181,8 @@ class Bench:
 
     def _call(self, method: Method, inputs: dict[str, Tensor], seed: int) -> _Call:
         model: Any = self.model
-        # Plain is the model as loaded: not even our class is in its path.
+        # Plain is the model as loaded: not even our class is in its path. With that goes what sources keep between
+        # calls, so that no method knows a text from an earlier run of it.
         if method.config is None:
             disable(model)
         else:

@@ -71,6 +71,8 @@ def config_with(config: TreeConfig, overrides: Mapping[str, Any]) -> TreeConfig:
     for name, value in overrides.items():
         if value is None:
             continue
+        if name == "draft_options":
+            value = {**config.draft_options, **value}
         try:
             config = config.replace(**{name: value})
         except TreeConfigError as error:

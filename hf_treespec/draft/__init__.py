@@ -1,9 +1,35 @@
 """Draft sources: each proposes one tree per row."""
 
-from hf_treespec.draft.base import Draft, DraftRow
+from hf_treespec.draft.base import CreditedDraft, Draft, DraftRow, LearningDraft
+from hf_treespec.draft.corpus import CorpusIndex, build_corpus_index, open_corpus_index, tokenizer_fingerprint
 from hf_treespec.draft.model import ModelDraft
-from hf_treespec.draft.ngram import NgramDraft
+from hf_treespec.draft.ngram import ContextPredictor, NgramDraft, SuffixDraft, ngram_predictor, suffix_predictor
+from hf_treespec.draft.recycle import RecyclePredictor, RecycleTable, forget_tables, table_of
 from hf_treespec.draft.retokenize import RetokenizedDraft
 from hf_treespec.draft.sampling import ChildSampler
+from hf_treespec.draft.text import Predictor, TextDraft
 
-__all__ = ["ChildSampler", "Draft", "DraftRow", "ModelDraft", "NgramDraft", "RetokenizedDraft"]
+__all__ = [
+    "ChildSampler",
+    "ContextPredictor",
+    "CorpusIndex",
+    "CreditedDraft",
+    "Draft",
+    "DraftRow",
+    "LearningDraft",
+    "ModelDraft",
+    "NgramDraft",
+    "Predictor",
+    "RecyclePredictor",
+    "RecycleTable",
+    "RetokenizedDraft",
+    "SuffixDraft",
+    "TextDraft",
+    "build_corpus_index",
+    "forget_tables",
+    "ngram_predictor",
+    "open_corpus_index",
+    "suffix_predictor",
+    "table_of",
+    "tokenizer_fingerprint",
+]

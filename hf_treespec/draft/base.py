@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from hf_treespec.tree import TokenTree, TreeLimits
 from hf_treespec.verify import DraftLaws
 
-__all__ = ["Draft", "DraftRow"]
+__all__ = ["CreditedDraft", "Draft", "DraftRow", "LearningDraft"]
 
 
 @dataclass(slots=True)
@@ -32,6 +32,7 @@ class DraftRow:
     tokens: list[int]
     offset: int = 0
     noise: Callable[[int], Tensor] | None = field(default=None, repr=False)
+    noise_of: Callable[[int, Sequence[int]], list[float]] | None = field(default=None, repr=False)
     settled: int | None = None
 
 
@@ -74,3 +75,37 @@ class Draft(Protocol):
             batch: rows.
         """
         ...
+
+
+@runtime_checkable
+class LearningDraft(Protocol):
+    """What a source has besides that learns from the target's logits.
+
+    Attributes:
+        learns: whether this one does; `observe` is called only then.
+    """
+
+    learns: bool
+
+    def observe(self, trees: Sequence[TokenTree], logits_BNV: Tensor, paths: Sequence[Sequence[int]]) -> None:
+        """Learn from what the target said at the nodes that it scored, visited or not. Called before `commit`.
+
+        Args:
+            trees: as they were scored, one per row: those proposed, or parts of them. After the prefill they are the
+                last tokens of the prompts alone, if those are known.
+            logits_BNV: raw logits of their nodes; rows with fewer nodes repeat their root's.
+            paths: per row the accepted nodes of `trees`, root first; empty for a row whose logits mean nothing.
+        """
+        ...
+
+
+@runtime_checkable
+class CreditedDraft(Protocol):
+    """What a source has besides that can name the sources behind each node.
+
+    Attributes:
+        origins: per row and node of the trees last proposed, the names of the sources that proposed it; none for the
+            root.
+    """
+
+    origins: Sequence[Sequence[Sequence[str]]]

@@ -5,8 +5,8 @@ Lengths are in tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, islice
 from typing import NamedTuple
 
 from hf_treespec.errors import TreeSpecError
@@ -46,7 +46,7 @@ class Match(NamedTuple):
     """
 
     length: int
-    counts: dict[int, int]
+    counts: Mapping[int, int]
 
 
 class NgramIndex:
@@ -124,6 +124,10 @@ class NgramIndex:
             context.counts[token] = context.counts.pop(token, 0) + 1
             context.total += 1
             level = context.longer
+
+    def after(self, path: Sequence[int]) -> Iterable[Match]:
+        """Matches of the text followed by `path`, the longest first; see `match`."""
+        return reversed(self.match(chain(reversed(path), reversed(self._text))))
 
     def match(self, backwards: Iterable[int]) -> list[Match]:
         """Contexts of a position that have been seen, each with other occurrences than the one before it.

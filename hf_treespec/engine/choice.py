@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import Tensor
 
 from hf_treespec import _compat
-from hf_treespec.draft import ChildSampler, Draft, DraftRow, ModelDraft, NgramDraft, RetokenizedDraft
+from hf_treespec.draft import (
+    ChildSampler,
+    Draft,
+    DraftRow,
+    ModelDraft,
+    Predictor,
+    RecyclePredictor,
+    RecycleTable,
+    RetokenizedDraft,
+    TextDraft,
+    ngram_predictor,
+    open_corpus_index,
+    suffix_predictor,
+    table_of,
+)
 from hf_treespec.engine.request import Request
 from hf_treespec.verify import (
     Decider,
@@ -67,11 +81,26 @@ class Choice:
         """Let drafts see the noise, unless what they draw must be independent of it."""
         if self.noise is not None and self.independent is None:
             for row in rows:
-                row.noise = _noise_of(self.noise, row.index)
+                row.noise = partial(self.noise.at, row.index)
+                row.noise_of = partial(self.noise.of, row.index)
 
 
-def _noise_of(noise: GumbelNoise, row: int) -> Callable[[int], Tensor]:
-    return lambda position: noise.at(row, position)
+def _predictor(name: str, request: Request, vocab: int) -> Predictor:
+    """The source of that name, with the options of the call."""
+    options = request.tree_config.options_of(name)
+    if name == "ngram":
+        return ngram_predictor(**options)
+    if name == "suffix":
+        path = options["index"]
+        # It was compared with the model when the call was checked.
+        return suffix_predictor(corpus=None if path is None else open_corpus_index(path))
+    temperature = request.generation_config.temperature if request.generation_config.do_sample else None
+    size = vocab, options["candidates"]
+    return RecyclePredictor(
+        table_of(request.target, *size) if options["keep"] else RecycleTable(*size),
+        readable=_compat.embedding_rows(request.target),
+        temperature=1.0 if temperature is None else float(temperature),
+    )
 
 
 def make_draft(request: Request, vocab: int, sampler: ChildSampler | None) -> Draft:
@@ -83,8 +112,9 @@ def make_draft(request: Request, vocab: int, sampler: ChildSampler | None) -> Dr
         sampler: draws children of a draft model at random; None ranks them.
     """
     config, assistant = request.tree_config, request.assistant_model
-    if config.draft == "ngram" or assistant is None:
-        return NgramDraft(growth=config.growth)
+    if assistant is None:
+        predictors = [_predictor(name, request, vocab) for name in config.sources or ("ngram",)]
+        return TextDraft(predictors, growth=config.growth)
     if request.tokenizers is not None:
         vocab_size = _compat.vocabulary_size(assistant)
         own = ModelDraft(assistant, growth=config.growth, vocab_size=vocab_size, route=request.assistant_route)

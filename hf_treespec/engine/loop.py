@@ -19,6 +19,7 @@ from hf_treespec.cache import (
     restored_state_on_error,
 )
 from hf_treespec.control import SizePolicy
+from hf_treespec.draft import LearningDraft
 from hf_treespec.engine.checks import (
     check_cache_of,
     check_independent,
@@ -39,6 +40,7 @@ from hf_treespec.engine.target import cache_of, make_target, positions_of
 from hf_treespec.errors import UnsupportedCallError
 from hf_treespec.routes import Route
 from hf_treespec.stats import TreeStats
+from hf_treespec.tree import TokenTree
 from hf_treespec.verify import (
     NodeScorer,
     are_length_free,
@@ -196,6 +198,11 @@ def _decode(
     if request.rule is not None:
         stats.verification, stats.lossless = request.rule.name, request.rule.lossless
     stats.draft = draft.name
+    observe = draft.observe if isinstance(draft, LearningDraft) and draft.learns else None
+    if observe is not None and all(prompt.known_tokens):
+        # Of the prefill plain decoding makes the logits of the last position only.
+        roots = [TokenTree.root_only(known[-1]) for known in prompt.known_tokens]
+        observe(roots, last_logits[:, None], [[0]] * batch)
     tokens, scores = choice.decider.choose(text, dict(enumerate(last_logits)))
     text.emit(tokens, scores, dict(enumerate(last_logits)))
     stats.new_tokens += batch
@@ -215,6 +222,7 @@ def _decode(
         last_positions=last_positions,
         cache=rows,
         draft=draft,
+        observe=observe,
         policy=SizePolicy(
             request.limits,
             fallback=config.fallback,

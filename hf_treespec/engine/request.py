@@ -30,6 +30,7 @@ class Request:
     """What `generate` prepared for its decoding loop.
 
     Args:
+        target: the model of the call.
         input_ids: int64 `[B, P]`, already expanded for `num_return_sequences`.
         logits_processor: prepared list.
         stopping_criteria: prepared list.
@@ -47,6 +48,7 @@ class Request:
         traits: what else is known of a model that reads trees path by path.
     """
 
+    target: PreTrainedModel
     input_ids: Tensor
     logits_processor: LogitsProcessorList
     stopping_criteria: StoppingCriteriaList

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_treespec.cache import CacheTransaction, OrderBoundRows, OrderBoundTransaction, RowCache
 from hf_treespec.control import SizePolicy
-from hf_treespec.draft import Draft
+from hf_treespec.draft import CreditedDraft, Draft
 from hf_treespec.engine.guidance import Guidance
 from hf_treespec.engine.outputs import KeptStates
 from hf_treespec.engine.state import GrowingText
@@ -42,6 +42,7 @@ class RoundRunner:
         forward: of the target.
         cache: the target's cache.
         draft: source of trees.
+        observe: see `LearningDraft.observe`; None if the source does not learn from logits.
         policy: size policy.
         decider: chooses tokens.
         noise: the noise of the call, or None.
@@ -64,6 +65,7 @@ class RoundRunner:
         forward: Forward,
         cache: RowCache | OrderBoundRows,
         draft: Draft,
+        observe: Callable[[Sequence[TokenTree], Tensor, Sequence[Sequence[int]]], None] | None = None,
         policy: SizePolicy,
         decider: Decider,
         noise: GumbelNoise | None,
@@ -82,6 +84,7 @@ class RoundRunner:
         self._forward = forward
         self._cache = cache
         self._draft = draft
+        self._observe = observe
         self._policy = policy
         self._decider = decider
         self._noise = noise
@@ -130,6 +133,7 @@ class RoundRunner:
                 drafted_depths=set(tree.depths) - {0},
                 drafted=tree.drafted,
                 emitted=emitted[row],
+                sources=self._sources(row, kept[row], paths[row]),
             )
         self._stats.rounds += 1
         self._stats.plain_rounds += not drafted
@@ -153,6 +157,17 @@ class RoundRunner:
             ]
             # Not a round of decoding: its time counts in the total only.
             self._score_and_walk(trees, rows, TreeStats())
+
+    def _sources(
+        self, row: int, kept: Sequence[int], path: Sequence[int]
+    ) -> tuple[Iterable[Iterable[str]], Iterable[Iterable[str]]]:
+        """The sources behind each scored node of a row, and behind each accepted one."""
+        scored = range(1, len(kept))
+        if isinstance(self._draft, CreditedDraft):
+            origins = self._draft.origins[row]
+            return [origins[kept[node]] for node in scored], [origins[kept[node]] for node in path[1:]]
+        names = (self._draft.name,)
+        return [names for _ in scored], [names for _ in path[1:]]
 
     def _drafts(self, row: int) -> bool:
         return self._text.forced_token(row) is None
@@ -240,6 +255,8 @@ class RoundRunner:
             transaction.commit(slots)
             if guidance is not None:
                 guidance.commit(paths)
+        if self._observe is not None and kept:
+            self._observe(trees, logits, paths)
         self._draft.commit([[kept[row][node] for node in path] for row, path in enumerate(paths)] if kept else paths)
         if self._noise is not None:
             for row in rows:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from math import log
 
 import torch
 from torch import Tensor
@@ -138,6 +139,12 @@ class GumbelNoise:
         if noise is None:
             noise = self._kept[place] = self._lanes.gumbel(_key(self.seed, self.stream(row), position))
         return noise
+
+    def of(self, row: int, position: int, tokens: Sequence[int]) -> list[float]:
+        """Noise of single tokens, made on the host: that of `at` up to the rounding of a logarithm."""
+        key = _key(self.seed, self.stream(row), position)
+        bits = (_mix((key + (token + 1) * _GAMMA) & _MASK) >> 12 for token in tokens)
+        return [-log(-log((value + 0.5) * 2.0**-52)) for value in bits]
 
     def stream(self, row: int) -> int:
         """Key of the row's stream."""

@@ -102,6 +102,9 @@ SAME_TEXT: dict[str, dict[str, Any]] = {
     "shallow": {"tree_config": OFF.replace(max_depth=1, max_nodes=3), "assistant_model": draft},
     "large": {"tree_config": OFF.replace(max_depth=12, max_nodes=60, max_children=9), "assistant_model": draft},
     "ngram": {"tree_config": OFF.replace(draft="ngram")},
+    "suffix": {"tree_config": OFF.replace(draft="suffix")},
+    "recycle": {"tree_config": OFF.replace(draft="recycle")},
+    "ngram+recycle": {"tree_config": OFF.replace(draft=("ngram", "recycle"))},
     "fallback": {"tree_config": TreeConfig(), "assistant_model": draft},
 }
 

@@ -25,7 +25,7 @@ from tiny import (
 )
 
 families = pytest.mark.parametrize("family", FAMILIES)
-KINDS = ("half_right", "deep", "wide", "random_tree", "model", "ngram")
+KINDS = ("half_right", "deep", "wide", "random_tree", "model", "ngram", "recycle")
 
 
 def user_turn(width: int, batch: int, seed: int) -> torch.Tensor:

@@ -28,15 +28,32 @@ LOADING = {"--dtype", "--device", "--attn"}
 SURFACE = {
     "generate": LOADING
     | {"--prompt", "--prompt-file", "--draft-model", "--config", "--max-nodes", "--max-depth", "--max-children"}
-    | {"--growth", "--draft", "--seed", "--fallback", "--max-new-tokens", "--temperature", "--top-p", "--top-k"}
+    | {
+        "--growth",
+        "--draft",
+        "--corpus",
+        "--seed",
+        "--fallback",
+        "--max-new-tokens",
+        "--temperature",
+        "--top-p",
+        "--top-k",
+    }
     | {"--chat", "--raw", "--json"},
     "bench": LOADING
     | {"--set", "--draft-model", "--config", "--limit", "--max-new-tokens", "--repeats", "--temperature"}
     | {"--warmup", "--seed", "--chat", "--raw", "--csv", "--plot", "--json"},
+    "index": {"--out", "--field", "--max-match", "--json"},
     "doctor": LOADING | {"--json"},
     "env": {"--json"},
 }
-ARGUMENTS = {"generate": ["MODEL"], "bench": ["MODEL"], "doctor": ["MODEL_OR_CONFIG"], "env": []}
+ARGUMENTS = {
+    "generate": ["MODEL"],
+    "bench": ["MODEL"],
+    "index": ["MODEL", "FILES"],
+    "doctor": ["MODEL_OR_CONFIG"],
+    "env": [],
+}
 
 
 def test_names_of_commands_and_options() -> None:

@@ -20,7 +20,7 @@ from hf_treespec import TreeConfig, TreeConfigError, TreeSpecError, TreeSpecWarn
 from hf_treespec.tree import TreeLimits
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "draft": ("auto", "model", "ngram"),
+    "draft": ("auto", "model", "ngram", "suffix", "recycle"),
     "growth": ("static", "best_first", "dynamic"),
     "verification": (
         "coupled",
@@ -47,6 +47,7 @@ RANGES = {
 OTHER = TreeConfig(
     draft="ngram", max_nodes=7, max_depth=3, max_children=2, growth="dynamic", attention="eager", seed=2**63 - 1,
     fallback="off", on_stateful_processor="error", verification="hybrid-joint", random_children=2,
+    draft_options={"recycle": {"candidates": 12, "keep": False}, "suffix": {"index": "corpus.tsx"}},
 )  # fmt: skip
 
 
@@ -109,6 +110,57 @@ def test_configs_are_frozen_hashable_values() -> None:
     assert copy.deepcopy(OTHER) == pickle.loads(pickle.dumps(OTHER)) == OTHER
 
 
+# -- sources --
+
+
+@pytest.mark.parametrize("value", [("ngram", "recycle"), ["ngram", "recycle"]])
+def test_several_sources_are_a_tuple(value: Any) -> None:
+    config = TreeConfig(draft=value)
+    assert config.draft == config.sources == ("ngram", "recycle")
+    assert TreeConfig(draft=value[:1]).draft == "ngram" and TreeConfig(draft="suffix").sources == ("suffix",)
+    assert TreeConfig().sources == TreeConfig(draft="model").sources == ()
+
+
+@pytest.mark.parametrize(
+    "value", [("ngram", "ngram"), (), [], ("ngram", "model"), ("auto",), ("ngram", 3), ("ngram", ["x"]), {"ngram"}, 3]
+)
+def test_sources_that_cannot_draft_together_are_named(value: Any) -> None:
+    with pytest.raises(TreeConfigError) as caught:
+        TreeConfig(draft=value)
+    assert f"TreeConfig(draft={value!r}): expected one of 'auto'" in str(caught.value)
+    assert "or a tuple of different ones of 'ngram', 'suffix', 'recycle'" in str(caught.value)
+
+
+def test_options_have_defaults_and_are_copied() -> None:
+    given = {"recycle": {"candidates": 12}, "suffix": {"index": Path("a") / "b"}}
+    config = TreeConfig(draft_options=given)
+    given["recycle"]["candidates"] = 13
+    assert config.options_of("recycle") == {"candidates": 12, "keep": True}
+    assert config.options_of("suffix") == {"index": str(Path("a") / "b")}
+    assert config.options_of("ngram") == {"max_match": 8}
+    assert TreeConfig().draft_options == {} and TreeConfig().options_of("suffix") == {"index": None}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (3, "draft_options=3): expected a mapping of source to options"),
+        ({"model": {}}, "source 'model': expected one of 'ngram', 'suffix', 'recycle'"),
+        ({3: {}}, "source 3: expected one of"),
+        ({"ngram": 3}, "ngram=3: expected a mapping of options"),
+        ({"ngram": {"match": 3}}, "ngram['match']: no such option; expected one of 'max_match'"),
+        ({"ngram": {"max_match": 0}}, "ngram['max_match']=0: expected an integer in [1, 64]"),
+        ({"recycle": {"candidates": True}}, "recycle['candidates']=True: expected an integer in [1, 64]"),
+        ({"recycle": {"keep": 1}}, "recycle['keep']=1: expected True or False"),
+        ({"suffix": {"index": 3}}, "suffix['index']=3: expected the path of a file, or None"),
+    ],
+)
+def test_wrong_options_are_named(value: Any, message: str) -> None:
+    with pytest.raises(TreeConfigError) as caught:
+        TreeConfig(draft_options=value)
+    assert "TreeConfig(draft_options=" in str(caught.value) and message in str(caught.value)
+
+
 def test_fields_go_by_name_only() -> None:
     with pytest.raises(TypeError):
         TreeConfig("ngram")  # type: ignore[misc]
@@ -127,9 +179,18 @@ def test_replace_makes_a_validated_copy() -> None:
 
 CONFIGS = st.builds(
     TreeConfig,
-    **{name: st.sampled_from(values) for name, values in CHOICES.items()},
+    **{name: st.sampled_from(values) for name, values in CHOICES.items() if name != "draft"},
+    draft=st.sampled_from([*CHOICES["draft"], ("ngram", "recycle"), ("recycle", "suffix", "ngram")]),
     **{name: st.integers(*ends) for name, ends in RANGES.items() if name != "seed"},
     seed=st.none() | st.integers(*RANGES["seed"]),
+    draft_options=st.fixed_dictionaries(
+        {},
+        optional={
+            "ngram": st.fixed_dictionaries({}, optional={"max_match": st.integers(1, 64)}),
+            "suffix": st.fixed_dictionaries({}, optional={"index": st.none() | st.just("corpus.tsx")}),
+            "recycle": st.fixed_dictionaries({}, optional={"candidates": st.integers(1, 64), "keep": st.booleans()}),
+        },
+    ),
 )
 
 

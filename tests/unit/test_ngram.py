@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_treespec import TreeConfigError, TreeSpecError
-from hf_treespec.draft import Draft, DraftRow, NgramDraft
+from hf_treespec.draft import ContextPredictor, Draft, DraftRow, NgramDraft, TextDraft
 from hf_treespec.draft.ngram_index import NgramIndex
 from hf_treespec.tree import GROWTH_POLICIES, Candidate, TokenTree, TreeBuilder, TreeLimits, grow
 
@@ -83,11 +83,13 @@ def rescan(text: Sequence[int], context: Sequence[int], max_match: int) -> dict[
     }
 
 
-def oracle_shares(text: Sequence[int], context: Sequence[int], draft: NgramDraft) -> dict[int, float]:
+def oracle_shares(
+    text: Sequence[int], context: Sequence[int], draft: ContextPredictor, max_match: int
+) -> dict[int, float]:
     """Every occurrence of the context votes at its longest match."""
     shares: dict[int, float] = {}
     rest = 1.0
-    found = rescan(text, context, draft.max_match)
+    found = rescan(text, context, max_match)
     for length in sorted(found, reverse=True):
         seen = list(found[length])[: draft.max_occurrences]
         own = {token: found[length][token] - found.get(length + 1, {}).get(token, 0) for token in seen}
@@ -107,8 +109,11 @@ def oracle_shares(text: Sequence[int], context: Sequence[int], draft: NgramDraft
     return shares
 
 
-def oracle_tree(text: Sequence[int], limit: TreeLimits, draft: NgramDraft) -> TokenTree:
+def oracle_tree(text: Sequence[int], limit: TreeLimits, draft: TextDraft, max_match: int = 8) -> TokenTree:
     """The tree without pruning, from candidates that come out of a scan of the text at every node."""
+
+    predictor = draft.predictors[0]
+    assert isinstance(predictor, ContextPredictor)
 
     def expand(builders: Sequence[TreeBuilder], frontier: Sequence[Sequence[int]]) -> list[list[list[Candidate]]]:
         found = []
@@ -117,7 +122,7 @@ def oracle_tree(text: Sequence[int], limit: TreeLimits, draft: NgramDraft) -> To
             while node:
                 path.insert(0, builders[0].tokens[node])
                 node = builders[0].parents[node]
-            shares = oracle_shares(text, [*text, *path], draft)
+            shares = oracle_shares(text, [*text, *path], predictor, max_match)
             assert 0.0 < sum(shares.values()) <= 1.0 + 1e-12 or not shares
             ranked = sorted(shares.items(), key=lambda item: -item[1])
             found.append([Candidate(token, math.log(share)) for token, share in ranked])
@@ -153,7 +158,7 @@ def test_the_incremental_index_equals_a_scan_of_the_text(
 @given(TEXTS, LIMITS, SETTINGS)
 def test_the_tree_equals_that_of_the_oracle(text: list[int], limit: TreeLimits, kwargs: dict[str, object]) -> None:
     tree = propose(text, limit, **kwargs)
-    assert tree == oracle_tree(text, limit, NgramDraft(**kwargs))  # type: ignore[arg-type]
+    assert tree == oracle_tree(text, limit, NgramDraft(**kwargs), kwargs["max_match"])  # type: ignore[arg-type]
 
 
 @settings(max_examples=100, deadline=None)

@@ -49,6 +49,7 @@ def test_fields_of_a_config_in_order() -> None:
         "seed",
         "fallback",
         "on_stateful_processor",
+        "draft_options",
     ]
 
 
@@ -67,6 +68,8 @@ def test_keys_of_the_statistics() -> None:
         "expected_accepted",
         "accepted_by_depth",
         "drafted_by_depth",
+        "drafted_by_source",
+        "accepted_by_source",
         "plain_rounds",
         "fallback_rounds",
         "prefill_seconds",

@@ -1,0 +1,365 @@
+"""Sources without a second model, in whole calls: the text of plain decoding, by every route, and who is credited."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import ordered
+import seq2seq
+import slot_models
+import tiny
+from calls import GREEDY, SAMPLED
+from hf_treespec import TreeConfig, UnsupportedCallError, disable, enable
+from hf_treespec.control import SizePolicy
+from hf_treespec.draft import LearningDraft, TextDraft, build_corpus_index, recycle
+from hf_treespec.draft.text import Predictor
+from hf_treespec.tree import TokenTree
+from tiny import MARGIN, WIDTH, assert_same_text, cache_argument, new_cache, prompt, real_texts
+
+batches = pytest.mark.parametrize("batch", [1, 3])
+samplings = pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["t0", "t0.9"])
+ALL = ("ngram", "suffix", "recycle")
+
+
+def among(*drafts: Any) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("draft", drafts, ids=["+".join([d] if isinstance(d, str) else d) for d in drafts])
+
+
+OFF = TreeConfig(max_nodes=16, max_depth=6, max_children=3, fallback="off", seed=3)
+EOS = [5, 6, 7, 9, 14, 23, 31, 40, 52]
+NEW = 20
+
+
+def mask_inputs(batch: int) -> dict[str, Tensor]:
+    ids, mask = prompt("llama", batch)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def slot_inputs(batch: int) -> dict[str, Tensor]:
+    ids, mask = slot_models.prompt(batch)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def ordered_inputs(batch: int) -> dict[str, Tensor]:
+    ids, mask = ordered.prompt(batch)
+    return {"input_ids": ids, "attention_mask": mask, "pad_token_id": 0}
+
+
+# Per route a model that was never enabled, one that is, and a prompt.
+ROUTES: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[[int], dict[str, Any]], str]] = {
+    "mask": (tiny.stock, tiny.treed, mask_inputs, "llama"),
+    "positions": (slot_models.stock, slot_models.treed, slot_inputs, "bart"),
+    "alibi": (slot_models.stock, slot_models.treed, slot_inputs, "bloom"),
+    "paths": (seq2seq.stock, seq2seq.treed, seq2seq.source_text, "bart"),
+    "ordered": (ordered.stock, ordered.treed, ordered_inputs, ordered.PATHS[0]),
+}
+
+
+def same_text(
+    model: PreTrainedModel,
+    inputs: dict[str, Any],
+    config: TreeConfig,
+    plain: PreTrainedModel | None = None,
+    **call: Any,
+) -> Tensor:
+    """The text with a tree, which must be that of no tree, and greedily that of transformers alone."""
+    call = {"max_new_tokens": NEW, **inputs, **call}
+    expected = model.generate(tree_config=config.replace(max_nodes=0), **call)
+    if plain is not None and not call["do_sample"]:
+        assert_same_text(plain.generate(**call), expected, width=1)
+    actual = model.generate(tree_config=config, **call)
+    assert_same_text(expected, actual, width=1)
+    return actual
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@batches
+@samplings
+@among("recycle", ALL)
+@pytest.mark.filterwarnings("ignore::hf_treespec.TreeSpecWarning")
+def test_any_source_equals_no_tree(route: str, batch: int, sampling: dict[str, Any], draft: Any) -> None:
+    stock, treed, inputs, family = ROUTES[route]
+    model = treed(family)
+    same_text(model, inputs(batch), OFF.replace(draft=draft), stock(family), **sampling)
+    stats = model.treespec_stats
+    names = [draft] if isinstance(draft, str) else list(draft)
+    assert stats.draft == "+".join(names)
+    assert stats.drafted_nodes > 0 and set(stats.drafted_by_source) <= set(names)
+    # Each node has one source at least, each accepted one too.
+    for by_source, total in (
+        (stats.drafted_by_source, stats.drafted_nodes),
+        (stats.accepted_by_source, stats.accepted_tokens),
+    ):
+        assert max(by_source.values(), default=0) <= total <= sum(by_source.values())
+        assert len(names) > 1 or by_source.get(names[0], 0) == total
+
+
+@among("suffix", "recycle", ("ngram", "recycle"))
+@samplings
+@batches
+def test_ends_caches_and_the_fallback(draft: Any, sampling: dict[str, Any], batch: int) -> None:
+    """Rows that end early, a cache that goes on, and trees that are cut by the clock."""
+    model, config = tiny.treed("llama"), OFF.replace(draft=draft)
+    for more in ({"eos_token_id": EOS}, {"eos_token_id": EOS, "repetition_penalty": 1.3}):
+        same_text(model, mask_inputs(batch), config.replace(fallback="auto"), tiny.stock("llama"), **more, **sampling)
+    ids, mask = prompt("llama", batch)
+    cache, whole = new_cache(tiny.stock("llama")), {"attention_mask": mask, **sampling}
+    first = model.generate(ids, tree_config=config, max_new_tokens=8, **cache_argument(cache), **whole)
+    whole["attention_mask"] = torch.cat([mask, mask.new_ones(batch, 8)], 1)
+    again = model.generate(first, tree_config=config, max_new_tokens=8, **cache_argument(cache), **whole)
+    alone = model.generate(first, tree_config=config.replace(max_nodes=0), max_new_tokens=8, **whole)
+    assert_same_text(alone, again, width=first.shape[1])
+
+
+@among(ALL)
+@batches
+def test_prompts_that_nobody_has_ids_of(draft: Any, batch: int) -> None:
+    ids, mask = prompt("llama", batch)
+    embeds = tiny.stock("llama").get_input_embeddings()(ids).detach()
+    inputs = {"inputs_embeds": embeds, "attention_mask": mask}
+    same_text(tiny.treed("llama"), inputs, OFF.replace(draft=draft), tiny.stock("llama"), do_sample=False)
+    assert tiny.treed("llama").treespec_stats.drafted_nodes > 0
+
+
+@pytest.mark.parametrize("rule", ["rrs", "block"])
+@among("suffix", ALL)
+def test_independent_rules_take_the_nodes_as_certain(rule: str, draft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    shares = recycle.RecyclePredictor.shares
+
+    def noted(self: Any, row: Any, *args: Any) -> Any:
+        seen.append(row.noise_of)
+        return shares(self, row, *args)
+
+    monkeypatch.setattr(recycle.RecyclePredictor, "shares", noted)
+    call = {**mask_inputs(3), "do_sample": True, "max_new_tokens": NEW, "tree_config": OFF.replace(verification=rule)}
+    call["tree_config"] = call["tree_config"].replace(draft=draft)
+    one, two = (tiny.treed("llama").generate(**call) for _ in range(2))
+    assert one.shape == two.shape == (3, WIDTH + NEW)
+    # Children must be independent of the coins, of which the noise is one.
+    assert not any(seen) and bool(seen) == ("recycle" in draft)
+
+
+@pytest.mark.parametrize("rule", ["rrs", "block"])
+def test_by_independent_rules_a_kept_table_changes_trees_only(rule: str) -> None:
+    """The law is kept; with a table of its own in each call a text is a function of the seed again."""
+    config = OFF.replace(draft="recycle", verification=rule, draft_options={"recycle": {"keep": False}})
+    call = {**mask_inputs(3), "do_sample": True, "max_new_tokens": NEW, "tree_config": config}
+    model = tiny.treed("llama")
+    assert torch.equal(model.generate(**call), model.generate(**call))
+
+
+# -- oracles --
+
+CYCLE = (3, 9, 4, 17, 11, 8, 20)
+
+
+def periodic() -> PreTrainedModel:
+    """A model whose next token is a function of the last one: it walks through CYCLE for ever."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=24, hidden_size=64, intermediate_size=8, num_hidden_layers=1, num_attention_heads=4,
+        tie_word_embeddings=False, eos_token_id=None, pad_token_id=0, bos_token_id=1,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval().double()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            # What the probe of the masks can just see.
+            layer.self_attn.o_proj.weight.mul_(0.01)
+            layer.mlp.down_proj.weight.zero_()
+        table = torch.randn(24, 64, dtype=torch.float64)
+        model.model.embed_tokens.weight.copy_(table)
+        model.lm_head.weight.zero_()
+        for token, following in zip(CYCLE, (*CYCLE[1:], CYCLE[0]), strict=True):
+            model.lm_head.weight[following] = table[token]
+    return model
+
+
+@among("ngram", "suffix", "recycle", ALL)
+@batches
+@samplings
+def test_a_text_that_repeats_is_accepted_whole(draft: Any, batch: int, sampling: dict[str, Any]) -> None:
+    model = enable(periodic())
+    ids = torch.tensor([list(CYCLE) * 2 + list(CYCLE[:row]) for row in (3,) * batch])
+    config = OFF.replace(draft=draft, max_depth=6)
+    text = same_text(
+        model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, config, max_new_tokens=43, **sampling
+    )
+    whole = torch.tensor((list(CYCLE) * 9)[: text.shape[1]])
+    assert torch.equal(text, whole.expand_as(text))
+    stats = model.treespec_stats
+    # The first token is the prefill's; a round of a whole path brings seven.
+    assert stats.rounds <= 6 + ("recycle" in draft)
+    assert stats.accepted_by_depth[0] >= batch * (stats.rounds - 1)
+
+
+def test_recycling_needs_no_earlier_occurrence() -> None:
+    """Each token comes for the first time in this text; the target has ranked it before, in another call."""
+    model = enable(periodic())
+    start = torch.tensor([[CYCLE[0]]])
+    config = OFF.replace(draft="recycle")
+    for expected in (None, 1):
+        for draft in ("recycle", "ngram"):
+            model.generate(start, tree_config=config.replace(draft=draft), max_new_tokens=7, do_sample=False)
+            if expected and draft == "recycle":
+                assert model.treespec_stats.rounds == expected
+            if draft == "ngram":
+                assert model.treespec_stats.rounds == 6
+    model.generate(
+        start,
+        tree_config=config.replace(draft_options={"recycle": {"keep": False}}), max_new_tokens=7, do_sample=False,
+    )  # fmt: skip
+    assert model.treespec_stats.rounds > 1
+    disable(model)
+    enable(model).generate(start, tree_config=config, max_new_tokens=7, do_sample=False)
+    assert model.treespec_stats.rounds > 1
+
+
+def test_a_corpus_is_accepted_whole(tmp_path: Path) -> None:
+    model = enable(periodic())
+    path = build_corpus_index([[*CYCLE, *CYCLE, *CYCLE]], tmp_path / "corpus", vocab_size=24)
+    config = OFF.replace(draft="suffix", draft_options={"suffix": {"index": path}})
+    start = torch.tensor([[CYCLE[0]]])
+    model.generate(start, tree_config=config, max_new_tokens=15, do_sample=False)
+    assert model.treespec_stats.rounds == 2
+    model.generate(start, tree_config=OFF.replace(draft="suffix"), max_new_tokens=15, do_sample=False)
+    assert model.treespec_stats.rounds > 6
+
+
+# -- what a source is told --
+
+
+class Noted(Predictor):
+    name = "noted"
+    learns = True
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, Tensor, Any]] = []
+
+    def begin(self, row: Any) -> None:
+        self.text = list(row.tokens)
+
+    def shares(self, row: Any, path: Any, floor: float) -> dict[int, float]:
+        return dict.fromkeys((4, 5, 6), 0.2)
+
+    def observe(self, trees: Any, logits_BNV: Tensor, paths: Any) -> None:
+        self.seen.append((trees, logits_BNV.clone(), [list(path) for path in paths]))
+
+
+@pytest.mark.parametrize("fallback", ["off", "auto"])
+@batches
+def test_what_is_observed_is_what_the_target_says_of_each_path(
+    batch: int, fallback: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = Noted()
+    source = TextDraft([noted])
+    assert isinstance(source, LearningDraft) and source.learns
+    monkeypatch.setattr("hf_treespec.engine.loop.make_draft", lambda *_: source)
+    ids, mask = prompt("llama", batch)
+    text = tiny.treed("llama").generate(
+        ids, attention_mask=mask, max_new_tokens=8, do_sample=False, tree_config=OFF.replace(fallback=fallback)
+    )
+    assert len(noted.seen) == tiny.treed("llama").treespec_stats.rounds + 1
+    whole = real_texts(text, mask)
+    done = [int(row.sum()) - 1 for row in mask]
+    plain = tiny.stock("llama")
+    for trees, logits, paths in noted.seen:
+        for row, (tree, path) in enumerate(zip(trees, paths, strict=True)):
+            if not path:
+                continue
+            assert tree.tokens[0] == whole[row][done[row]]
+            for node in range(len(tree)):
+                read = [*whole[row][: done[row]], *tree.path_tokens(node)]
+                expected = plain(torch.tensor([read])).logits[0, -1].detach()
+                assert float((expected - logits[row, node]).abs().max()) < MARGIN
+            done[row] += len(path)
+            assert tree.path_tokens(path[-1]) == whole[row][done[row] - len(path) : done[row]]
+
+
+def test_credit_goes_by_the_nodes_that_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    class One(Noted):
+        def __init__(self, name: str, token: int, share: float) -> None:
+            super().__init__()
+            self.name, self.told = name, {token: share}
+
+        def shares(self, row: Any, path: Any, floor: float) -> dict[int, float]:
+            return {} if path else self.told
+
+    def cut(self: SizePolicy, trees: Any, *_: Any) -> Any:
+        """Of the two children of a root the second."""
+        self.kept = [[0, 2] if tree.drafted == 2 else [0] for tree in trees]
+        return [tree.part([2]) if tree.drafted == 2 else TokenTree.root_only(tree.tokens[0]) for tree in trees]
+
+    source = TextDraft([One("one", 4, 0.9), One("two", 5, 0.1)])
+    monkeypatch.setattr("hf_treespec.engine.loop.make_draft", lambda *_: source)
+    monkeypatch.setattr(SizePolicy, "cut", cut)
+    same_text(tiny.treed("llama"), mask_inputs(1), OFF, do_sample=False)
+    stats = tiny.treed("llama").treespec_stats
+    assert stats.drafted_by_source == {"two": stats.drafted_nodes} and stats.drafted_nodes > 5
+
+
+def test_sources_that_do_not_learn_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TextDraft, "observe", lambda *_: pytest.fail("nothing here learns from logits"))
+    for draft in ("ngram", "suffix", ("ngram", "suffix")):
+        same_text(tiny.treed("llama"), mask_inputs(1), OFF.replace(draft=draft), do_sample=False)
+
+
+def test_one_transfer_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    transfers: list[Any] = []
+    cpu = Tensor.cpu
+    monkeypatch.setattr(Tensor, "cpu", lambda self: transfers.append(self.shape) or cpu(self))
+    same_text(tiny.treed("llama"), mask_inputs(1), OFF.replace(draft="recycle"), **SAMPLED)
+    assert len(transfers) == tiny.treed("llama").treespec_stats.rounds + 1 + NEW
+    assert all(shape[0] == 2 and shape[-1] == 8 for shape in transfers)
+
+
+def test_in_inference_mode_and_out_of_it() -> None:
+    model = enable(tiny.build("llama"))
+    config = OFF.replace(draft="recycle")
+    with torch.inference_mode():
+        one = same_text(model, mask_inputs(1), config, do_sample=False)
+    assert_same_text(one, same_text(model, mask_inputs(1), config, do_sample=False), width=1)
+
+
+# -- refusals --
+
+
+@among("suffix", ("ngram", "recycle"))
+def test_an_assistant_beside_a_source_is_refused(draft: Any) -> None:
+    with pytest.raises(UnsupportedCallError) as caught:
+        tiny.treed("llama").generate(
+            **mask_inputs(1), tree_config=OFF.replace(draft=draft), assistant_model=tiny.draft("llama")
+        )
+    assert f"TreeConfig(draft={draft!r}) with an assistant_model: leave one out" in str(caught.value)
+
+
+def test_a_corpus_that_does_not_fit_is_refused_before_any_forward(tmp_path: Path) -> None:
+    class Words:
+        def get_vocab(self) -> dict[str, int]:
+            return {"a": 1}
+
+    model = tiny.treed("llama")
+    handle = model.register_forward_pre_hook(lambda *_: pytest.fail("no forward may come before the refusal"))
+    made = build_corpus_index([[1, 2, 3]], tmp_path / "other", vocab_size=5)
+    right = build_corpus_index([[1, 2, 3]], tmp_path / "right", vocab_size=97, fingerprint="abc")
+    try:
+        for path, more, reason in (
+            (tmp_path / "none", {}, "cannot be read"),
+            (made, {}, "vocabulary of 5 ids, the model has 97"),
+            (right, {"tokenizer": Words()}, "the tokenizer abc"),
+        ):
+            config = OFF.replace(draft="suffix", draft_options={"suffix": {"index": path}})
+            with pytest.raises(UnsupportedCallError) as caught:
+                model.generate(**mask_inputs(1), tree_config=config, **more)
+            assert f"suffix['index']={str(path)!r}" in str(caught.value) and reason in str(caught.value)
+    finally:
+        handle.remove()
+    config = OFF.replace(draft="suffix", draft_options={"suffix": {"index": right}})
+    same_text(model, mask_inputs(1), config, do_sample=False)
