@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -102,7 +104,21 @@ def _examine(name: str, options: LoadOptions) -> dict[str, Any]:
     with_weights = _has_weights(name)
     make = partial(load_model, name, _ARGUMENT) if with_weights else partial(_skeleton, config, name)
     model: PreTrainedModel = make(options, family)
-    return {**facts, **_facts(model), "weights": "loaded" if with_weights else "none"}
+    with nullcontext() if with_weights else _one_thread():
+        return {**facts, **_facts(model), "weights": "loaded" if with_weights else "none"}
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Of a tiny model the threads of torch cost more time than they save."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _family(config: PreTrainedConfig) -> Any:

@@ -67,6 +67,29 @@ def test_doctor_reads_a_config_without_weights(treespec: Run, tmp_path: Path) ->
     assert (code, facts["cache_layers"]) == (0, {"DynamicSlidingWindowLayer": 3})
 
 
+def test_doctor_leaves_the_threads_of_torch_as_they_were(
+    treespec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import GPT2Config
+
+    seen: list[int] = []
+    answer = hf_treespec.is_supported
+
+    def counting(model: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        return answer(model)
+
+    monkeypatch.setattr(hf_treespec, "is_supported", counting)
+    GPT2Config().save_pretrained(tmp_path)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        doctor(treespec, tmp_path)
+        assert (seen, torch.get_num_threads()) == ([1], 3)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_doctor_says_why_nothing_could_be_run(treespec: Run, tmp_path: Path) -> None:
     from transformers import DeepseekV2Config
 
