@@ -26,6 +26,7 @@ from transformers.generation.stopping_criteria import (
 from hf_treespec._compat.attention import (
     MASK_IMPLEMENTATIONS,
     attention_implementation,
+    attention_implementations,
     custom_attention,
     mask_function_of,
     register_mask_function,
@@ -80,7 +81,7 @@ from hf_treespec._compat.models import (
     cross_attention_layers,
     decoder_of,
     embedding_rows,
-    encoder_width,
+    encoder_states,
     has_alibi,
     input_device,
     is_encoder_decoder,
@@ -96,9 +97,10 @@ from hf_treespec._compat.models import (
     token_streams,
     vocabulary_size,
     weights_dtype,
+    weights_place,
 )
 from hf_treespec._compat.processors import GuidanceProcessor, length_free_processors, process_logits, pure_processors
-from hf_treespec._compat.warning import warn_once
+from hf_treespec._compat.warning import quiet_transformers, warn_once
 
 __all__ = [
     "EMPTY_LAYERS",
@@ -125,6 +127,7 @@ __all__ = [
     "StopStringCriteria",
     "accepts_position_ids",
     "attention_implementation",
+    "attention_implementations",
     "cache_fault",
     "cache_from_outputs",
     "cache_kwarg",
@@ -139,7 +142,7 @@ __all__ = [
     "default_config",
     "dequantized",
     "embedding_rows",
-    "encoder_width",
+    "encoder_states",
     "end_stream",
     "eos_token_ids",
     "exact_tokens",
@@ -175,6 +178,7 @@ __all__ = [
     "process_logits",
     "pure_processors",
     "quantizes_in_groups",
+    "quiet_transformers",
     "register_mask_function",
     "rereads_all",
     "returned_cache",
@@ -189,4 +193,5 @@ __all__ = [
     "vocabulary_size",
     "warn_once",
     "weights_dtype",
+    "weights_place",
 ]

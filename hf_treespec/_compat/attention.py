@@ -13,6 +13,7 @@ from transformers.modeling_utils import AttentionInterface
 __all__ = [
     "MASK_IMPLEMENTATIONS",
     "attention_implementation",
+    "attention_implementations",
     "custom_attention",
     "mask_function_of",
     "register_mask_function",
@@ -38,6 +39,13 @@ def attention_implementation(model: PreTrainedModel) -> str:
     return str(model.config.get_text_config()._attn_implementation)
 
 
+def attention_implementations(model: PreTrainedModel) -> dict[str, str]:
+    """The same of all parts by the names of their configs; that of the model itself under ""."""
+    parts = {key: getattr(model.config, key, None) for key in getattr(model.config, "sub_configs", {})}
+    own = {"": model.config._attn_implementation}
+    return own | {key: part._attn_implementation for key, part in parts.items() if part is not None}
+
+
 @contextmanager
 def switch_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
     """Run the model with another attention; the old ones of all its parts come back on every exit.
@@ -47,9 +55,7 @@ def switch_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
     if attention_implementation(model) == name:
         yield
         return
-    parts = {key: getattr(model.config, key, None) for key in getattr(model.config, "sub_configs", {})}
-    before = {"": model.config._attn_implementation}
-    before |= {key: part._attn_implementation for key, part in parts.items() if part is not None}
+    before = attention_implementations(model)
     try:
         model.set_attn_implementation(name)
         yield

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutput
 
 from hf_treespec._compat.caches import cache_kwarg
 
@@ -18,7 +19,7 @@ __all__ = [
     "cross_attention_layers",
     "decoder_of",
     "embedding_rows",
-    "encoder_width",
+    "encoder_states",
     "has_alibi",
     "input_device",
     "is_encoder_decoder",
@@ -34,6 +35,7 @@ __all__ = [
     "token_streams",
     "vocabulary_size",
     "weights_dtype",
+    "weights_place",
 ]
 
 
@@ -76,9 +78,27 @@ def decoder_of(model: Any) -> nn.Module:
     return model.get_decoder() if is_encoder_decoder(model) else model  # type: ignore[no-any-return]
 
 
-def encoder_width(model: Any) -> int:
-    """Width of the states that the encoder of an encoder-decoder hands over."""
-    return int(model.get_encoder().config.hidden_size)
+def encoder_states(model: Any) -> dict[str, Any]:
+    """What an encoder may have read, as arguments of decoding forwards; nothing for a decoder alone.
+
+    Random states, since the inputs of an encoder may be of any kind.
+    """
+    if not is_encoder_decoder(model):
+        return {}
+    # A generator of its own: the random numbers of the process must not move.
+    shape = (1, 5, int(model.get_encoder().config.hidden_size))
+    states = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    return {"encoder_outputs": BaseModelOutput(last_hidden_state=states.to(model.device, model.dtype))}
+
+
+def weights_place(model: PreTrainedModel) -> str:
+    """Where the weights are: "here", "offloaded" (a hook of accelerate brings them in for a forward) or "nowhere".
+
+    Of weights that are nowhere only shapes are known: at least some lie on the meta device.
+    """
+    if not any(parameter.device.type == "meta" for parameter in model.parameters()):
+        return "here"
+    return "offloaded" if any(hasattr(module, "_hf_hook") for module in model.modules()) else "nowhere"
 
 
 def is_stateful(model: Any) -> bool:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from hf_treespec import _compat
 from hf_treespec.api.probe import FAILURES, evaluation
 from hf_treespec.attention import chooses_keys
+from hf_treespec.twin import is_twin
 
 __all__ = ["takes_custom_attention"]
 
@@ -43,7 +44,8 @@ def takes_custom_attention(model: PreTrainedModel) -> str | None:
         model: with weights; no other thread may run it meanwhile.
     """
     base = getattr(type(model), "_treespec_base", type(model))
-    key = base, model.config.to_json_string(use_diff=False), model.dtype, _compat.attention_implementation(model)
+    config = model.config.to_json_string(use_diff=False)
+    key = base, config, model.dtype, _compat.attention_implementation(model), is_twin(model)
     with _LOCK:
         if key not in _ANSWERS:
             _ANSWERS[key] = _tried(model)

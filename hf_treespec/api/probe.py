@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput
 
 from hf_treespec import _compat
 from hf_treespec.api.layer_trial import (
@@ -149,7 +148,7 @@ def probe_paths(model: PreTrainedModel) -> tuple[str | None, bool]:
     unknown = unknown_classes(model)
 
     def plain(sample: Sample, path: tuple[int, ...]) -> Tensor:
-        encoder.update(_encoder_states(model))
+        encoder.update(_compat.encoder_states(model))
         ids = _ids(model, (*sample.prompt, *path, sample.next))
         inputs = _compat.prepare_inputs(model, ids, use_cache=False, **encoder)
         return model(**inputs, return_dict=True).logits[0, -2:].double()  # type: ignore[no-any-return]
@@ -157,7 +156,7 @@ def probe_paths(model: PreTrainedModel) -> tuple[str | None, bool]:
     def batch(sample: Sample) -> Tensor:
         if not _compat.is_encoder_decoder(model) and (reason := try_layers(model)):
             raise TreeSpecError(reason)
-        return _batch_logits(model, sample, _encoder_states(model))
+        return _batch_logits(model, sample, _compat.encoder_states(model))
 
     error, final = compare(model, batch, plain, "it does not read the paths of a tree as batch rows alike")
     if error is not None:
@@ -285,16 +284,6 @@ def _path_logits(
         if place == len(sample.prompt) + len(path) - 1:
             at_node = after
     return torch.stack([at_node[0, -1], after[0, -1]]).double(), cache
-
-
-def _encoder_states(model: PreTrainedModel) -> dict[str, Any]:
-    """What an encoder may have read, as arguments of the decoding forwards; nothing for a decoder alone."""
-    if not _compat.is_encoder_decoder(model):
-        return {}
-    # A generator of its own: a probe must not move the random numbers of the process.
-    shape = (1, 5, _compat.encoder_width(model))
-    states = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    return {"encoder_outputs": BaseModelOutput(last_hidden_state=states.to(model.device, model.dtype))}
 
 
 def _batch_logits(model: PreTrainedModel, sample: Sample, encoder: dict[str, Any]) -> Tensor:

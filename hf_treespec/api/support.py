@@ -19,6 +19,7 @@ from hf_treespec.attention import has_bias_functions, own_structure
 from hf_treespec.cache import is_named, is_order_bound, layer_kind
 from hf_treespec.errors import UnsupportedModelError
 from hf_treespec.routes import PathTraits, Route
+from hf_treespec.twin import TwinError, is_twin, tiny_twin
 
 __all__ = ["Support", "is_supported", "path_traits", "require_support", "routed", "unwrap"]
 
@@ -84,6 +85,9 @@ def is_supported(model: Any) -> Support:
     tree mask, or whose probe tells that it does not heed it, is probed for the path batch. Between the two, a model
     that counts positions or a bias by distance in cache slots is probed with these corrected.
 
+    A model without weights (parameters on the meta device) cannot be run. A tiny twin of it, with random weights on
+    the CPU, is probed in its place, and the reason says so.
+
     Args:
         model: a causal LM, an encoder-decoder, or a wrapper of one. It is not changed.
     """
@@ -100,18 +104,37 @@ def is_supported(model: Any) -> Support:
         static = _static_reason(inner)
         if static is not None:
             return _refuse(static)
-        if any(p.device.type == "meta" for p in inner.parameters()):
-            masked = _may_take_masks(inner) and not own_structure(inner.config) and not _keeps_order(inner)
-            route = Route.MASK if masked else Route.PATHS
-            return Support(
-                True, route, "by class, config and cache layers; not probed, parameters are on the meta device"
-            )
-        # In inference mode tensors do not tell that they were written to.
-        with torch.inference_mode(False), torch.no_grad():
-            answer, final = _probed(inner)
+        place = _compat.weights_place(inner)
+        if place == "nowhere":
+            answer, final = _probed_in_a_twin(inner)
+        elif place == "offloaded":
+            # To bring in offloaded weights for all the forwards of a probe would take too long.
+            answer, final = _unprobed(inner, "its weights are offloaded"), True
+        else:
+            # In inference mode tensors do not tell that they were written to.
+            with torch.inference_mode(False), torch.no_grad():
+                answer, final = _probed(inner)
         if final:
             _remember(_ANSWERS, key, answer)
         return answer
+
+
+def _unprobed(model: PreTrainedModel, why: str) -> Support:
+    """The answer where nothing can be run."""
+    masked = _may_take_masks(model) and not own_structure(model.config) and not _keeps_order(model)
+    route = Route.MASK if masked else Route.PATHS
+    return Support(True, route, f"by class, config and cache layers; not probed, {why}")
+
+
+def _probed_in_a_twin(model: PreTrainedModel) -> tuple[Support, bool]:
+    """The answer of the probes of a tiny twin of a model without weights, and whether it is final."""
+    try:
+        with tiny_twin(model) as twin:
+            answer, final = _probed(twin, model)
+    except TwinError as error:
+        why = f"parameters are on the meta device and no tiny twin of this config can be built: {error}"
+        return _unprobed(model, why), True
+    return answer._replace(reason=f"{answer.reason}, in a tiny twin of this config"), final
 
 
 def _remember(answers: OrderedDict[tuple[Any, ...], Any], key: tuple[Any, ...], answer: Any) -> None:
@@ -139,19 +162,25 @@ def path_traits(model: Any) -> PathTraits:
     return _TRAITS.get(_key(unwrap(model)), PathTraits())
 
 
-def _probed(model: PreTrainedModel) -> tuple[Support, bool]:
-    """The answer of the probes, and whether it is final."""
+def _probed(model: PreTrainedModel, asked: PreTrainedModel | None = None) -> tuple[Support, bool]:
+    """The answer of the probes, and whether it is final.
+
+    Args:
+        model: that is run.
+        asked: that the answer is for, if it is another one: its sizes and its attention count.
+    """
+    asked = asked or model
     reasons, final, why = [], True, ""
     if why_steps := _ONE_BY_ONE.get(model.config.model_type, ""):
         found = probe_order(model, why_steps=why_steps)
         return Support(found.route is not Route.REFUSE, found.route, found.reason), found.final
-    if structure := own_structure(model.config):
+    if structure := own_structure(asked.config):
         named = ", ".join(f"{name}={size}" for name, size in structure.items())
         why = f"; its config names {named}: attention that may count in cache slots, farther than a probe can see"
     for route, names in () if structure else _masked_routes(model):
         error, sure = probe_masks(model, route, names)
         if error is None:
-            proof = _PROVEN + _PROVEN_BY[route].format(", ".join(names)) + _attention_hint(model)
+            proof = _PROVEN + _PROVEN_BY[route].format(", ".join(names)) + _attention_hint(asked)
             if route.told_positions and not heeds_gaps(model):
                 _remember(_TRAITS, _key(model), PathTraits(in_step=True))
                 proof += "; rows of a batch grow in step, since it does not look past padding behind its cache"
@@ -224,7 +253,10 @@ def _key(model: PreTrainedModel) -> tuple[Any, ...]:
     base = getattr(type(model), "_treespec_base", type(model))
     dtype = next((p.dtype for p in model.parameters()), torch.float32)
     config = model.config.to_json_string(use_diff=False)
-    return base, config, dtype, model.device.type, _compat.attention_implementation(model)
+    # All places of the weights are looked at only where the first says nothing: a key is made several times a call.
+    device = model.device.type
+    where = device, _compat.weights_place(model) if device == "meta" else "", is_twin(model)
+    return base, config, dtype, where, _compat.attention_implementation(model)
 
 
 def _static_reason(model: PreTrainedModel) -> str | None:

@@ -203,7 +203,7 @@ def _prepare(
 def _measure(
     runner: Bench, prompts: dict[str, list[dict[str, Tensor]]], settings: dict[str, Any], csv: Path | None
 ) -> list[Row]:
-    from hf_treespec.cli.models import quiet_transformers
+    from hf_treespec._compat import quiet_transformers
     from hf_treespec.cli.progress import progress_bar
     from hf_treespec.cli.rows import RowWriter
 

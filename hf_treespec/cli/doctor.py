@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -61,7 +63,8 @@ def doctor(
 ) -> None:
     """Say whether a model takes a tree, and why. Exit code 0: yes, 1: no, 2: it cannot be looked at.
 
-    With weights, a small tree is run and compared with its paths. Without, the answer rests on class and config.
+    A small tree is run and compared with its paths: on the model, or without weights on a tiny random one of the same
+    class and config.
     """
     with faults_reported():
         from hf_treespec.cli.models import LoadOptions
@@ -101,7 +104,21 @@ def _examine(name: str, options: LoadOptions) -> dict[str, Any]:
     with_weights = _has_weights(name)
     make = partial(load_model, name, _ARGUMENT) if with_weights else partial(_skeleton, config, name)
     model: PreTrainedModel = make(options, family)
-    return {**facts, **_facts(model), "weights": "loaded" if with_weights else "none"}
+    with nullcontext() if with_weights else _one_thread():
+        return {**facts, **_facts(model), "weights": "loaded" if with_weights else "none"}
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Of a tiny model the threads of torch cost more time than they save."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _family(config: PreTrainedConfig) -> Any:
@@ -146,7 +163,6 @@ def _skeleton(config: PreTrainedConfig, name: str, options: LoadOptions, family:
 
 def _facts(model: PreTrainedModel) -> dict[str, Any]:
     from hf_treespec import _compat, is_supported
-    from hf_treespec.api.kernel_probe import takes_custom_attention
     from hf_treespec.attention import learned_position_limit
 
     support = is_supported(model)
@@ -159,12 +175,26 @@ def _facts(model: PreTrainedModel) -> dict[str, Any]:
         "cache_layers": _cache_layers(model),
         "attention": attention,
         "attention_takes_trees": attention in _compat.MASK_IMPLEMENTATIONS,
-        # Without weights there is nothing to try.
-        "attention_takes_kernel": None if model.device.type == "meta" else takes_custom_attention(model) is None,
+        "attention_takes_kernel": _takes_kernel(model),
         "vocabulary": _compat.vocabulary_size(model),
         "learned_positions": learned_position_limit(_compat.decoder_of(model), _compat.max_positions(model)),
         "dtype": str(model.dtype).removeprefix("torch."),
     }
+
+
+def _takes_kernel(model: PreTrainedModel) -> bool | None:
+    """Whether an attention function of one's own may stand in for the model's; None if there is nothing to try."""
+    from hf_treespec import _compat
+    from hf_treespec.api.kernel_probe import takes_custom_attention
+    from hf_treespec.twin import TwinError, tiny_twin
+
+    if _compat.weights_place(model) != "nowhere":
+        return takes_custom_attention(model) is None
+    try:
+        with tiny_twin(model) as twin:
+            return takes_custom_attention(twin) is None
+    except TwinError:
+        return None
 
 
 def _cache_layers(model: PreTrainedModel) -> dict[str, int]:

@@ -23,7 +23,6 @@ __all__ = [
     "load_tokenizer",
     "loading",
     "pad_arguments",
-    "quiet_transformers",
 ]
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -100,17 +99,6 @@ def loading(argument: str, trouble: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise UsageFault(argument, f"{trouble}: {type(error).__name__}: {error}") from error
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Only errors are logged inside; transformers' assisted decoding warns about a call that it makes itself."""
-    before = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(before)
 
 
 def load_model(name: str, argument: str, options: LoadOptions, family: Any = AutoModelForCausalLM) -> PreTrainedModel:

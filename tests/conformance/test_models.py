@@ -7,8 +7,9 @@ import pytest
 from conformance.zoo import checks, models, results
 from conformance.zoo.core import CORE
 from conformance.zoo.expected import REFUSED, REFUSED_IN
-from conformance.zoo.overrides import DULL, OVERRIDES, UNBUILT, VARIANTS
+from conformance.zoo.overrides import DULL, KINDS, UNBUILT, VARIANTS
 from conformance.zoo.page import PAGE, page
+from hf_treespec.twin import OVERRIDES
 
 TYPES = models.types()
 HERE = [name for name in CORE if name in TYPES]
@@ -53,7 +54,7 @@ def test_page_names_every_type() -> None:
 def test_tables_name_types() -> None:
     known = set(models.CAUSAL_TYPES)
     if results.release() == results.RELEASES[0]:
-        assert {*REFUSED, *OVERRIDES, *UNBUILT, *DULL} <= known
+        assert {*REFUSED, *KINDS, *OVERRIDES, *UNBUILT, *DULL} <= known
         assert set(CORE) <= set(TYPES)
     assert {base for base, _, _ in VARIANTS.values()} <= known
-    assert all(reason for _, reason in OVERRIDES.values())
+    assert all(reason for _, reason in (*KINDS.values(), *OVERRIDES.values()))

@@ -10,9 +10,10 @@ import torch
 
 from conformance.unnamed import unnamed
 from conformance.zoo import checks
-from conformance.zoo.weights import enliven, is_lively
+from conformance.zoo.weights import is_lively
 from hf_treespec import enable, is_supported
 from hf_treespec.routes import Route
+from hf_treespec.twin import enliven
 
 SWITCHES: dict[str, tuple[dict[str, Any], Route]] = {
     "attention by the registry": ({}, Route.MASK),

@@ -12,12 +12,12 @@ from transformers.cache_utils import DynamicCache
 
 from conformance.zoo import checks, models
 from conformance.zoo.caches import cache_difference
-from conformance.zoo.shrink import WINDOW, shrunk
 from conformance.zoo.weights import is_lively
 from hf_treespec import Support, enable
 from hf_treespec.engine import forward, loop
 from hf_treespec.errors import UnsupportedModelError
 from hf_treespec.routes import Route
+from hf_treespec.twin import WINDOW, shrunk
 
 
 def outputs(change: Callable[[DynamicCache], Any] = lambda cache: None) -> dict[str, Any]:
@@ -109,14 +109,12 @@ def test_a_draft_that_is_not_followed_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_windows_are_small_and_kinds_of_layers_are_kept() -> None:
-    small = shrunk(
-        {
-            "num_hidden_layers": 40, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32,
-            "sliding_window": None, "layer_types": ["a", "a", "b", "a"] * 10, "attention_dropout": 0.1,
-            "some_config": {"vocab_size": 5000}, "eos_token_id": [1, 2],
-        },
-        {"some_config": {"vocab_size": 7}},
-    )  # fmt: skip
+    fields = {
+        "num_hidden_layers": 40, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32,
+        "sliding_window": None, "layer_types": ["a", "a", "b", "a"] * 10, "attention_dropout": 0.1,
+        "some_config": {"vocab_size": 5000}, "eos_token_id": [1, 2],
+    }  # fmt: skip
+    small = shrunk(fields, {"some_config": {"vocab_size": 7}}, all_on=True)
     assert (small["sliding_window"], small["layer_types"], small["num_hidden_layers"]) == (WINDOW, ["a", "b"], 2)
     assert small["num_key_value_heads"] == small["num_attention_heads"] == 4
     assert (small["attention_dropout"], small["some_config"]["vocab_size"], small["eos_token_id"]) == (0.0, 7, None)

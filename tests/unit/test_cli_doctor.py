@@ -28,7 +28,9 @@ def doctor(treespec: Run, *arguments: object) -> tuple[int, dict[str, Any]]:
     return result.exit_code, facts
 
 
-def test_doctor_probes_a_model_with_weights(treespec: Run, llama_folder: str) -> None:
+def test_doctor_probes_a_model_with_weights(treespec: Run, llama_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # It needs no twin.
+    monkeypatch.setattr("hf_treespec.twin.tiny_twin", None)
     code, facts = doctor(treespec, llama_folder)
     assert code == 0
     assert facts == {
@@ -58,10 +60,54 @@ def test_doctor_reads_a_config_without_weights(treespec: Run, tmp_path: Path) ->
     code, facts = doctor(treespec, tmp_path)
     assert (code, facts["class"], facts["ok"], facts["weights"]) == (0, "GPT2LMHeadModel", True, "none")
     assert (facts["learned_positions"], facts["vocabulary"]) == (1024, 50257)
-    assert "not probed" in facts["reason"]
+    assert facts["reason"] == "a probe tree equals its paths, in a tiny twin of this config"
+    assert facts["attention_takes_kernel"] is True
     MistralConfig(num_hidden_layers=3, sliding_window=16).save_pretrained(tmp_path / "m")
     code, facts = doctor(treespec, tmp_path / "m" / "config.json")
     assert (code, facts["cache_layers"]) == (0, {"DynamicSlidingWindowLayer": 3})
+
+
+def test_doctor_leaves_the_threads_of_torch_as_they_were(
+    treespec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import GPT2Config
+
+    seen: list[int] = []
+    answer = hf_treespec.is_supported
+
+    def counting(model: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        return answer(model)
+
+    monkeypatch.setattr(hf_treespec, "is_supported", counting)
+    GPT2Config().save_pretrained(tmp_path)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        doctor(treespec, tmp_path)
+        assert (seen, torch.get_num_threads()) == ([1], 3)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_doctor_says_why_nothing_could_be_run(treespec: Run, tmp_path: Path) -> None:
+    from transformers import DeepseekV2Config
+
+    # No number of experts that a token goes to.
+    DeepseekV2Config().save_pretrained(tmp_path)
+    code, facts = doctor(treespec, tmp_path)
+    assert (code, facts["ok"], facts["route"], facts["attention_takes_kernel"]) == (0, True, "mask", None)
+    assert "not probed" in facts["reason"] and "no tiny twin of this config can be built: TypeErr" in facts["reason"]
+
+
+def test_doctor_refuses_a_config_by_its_twin(treespec: Run, tmp_path: Path) -> None:
+    from transformers import OpenAIGPTConfig
+
+    OpenAIGPTConfig().save_pretrained(tmp_path)
+    code, facts = doctor(treespec, tmp_path)
+    assert (code, facts["ok"], facts["route"]) == (1, False, "refuse")
+    assert "reads the whole text at every step" in facts["reason"]
+    assert facts["reason"].endswith(", in a tiny twin of this config")
 
 
 def test_doctor_refuses_models_without_a_cache(treespec: Run, cacheless_folder: str) -> None:
@@ -77,7 +123,8 @@ def test_doctor_answers_for_an_encoder_decoder(treespec: Run, tmp_path: Path) ->
     model.config.save_pretrained(tmp_path / "config")
     code, facts = doctor(treespec, tmp_path / "config")
     assert (code, facts["class"], facts["route"]) == (0, "T5ForConditionalGeneration", "paths")
-    assert "not probed" in facts["reason"] and facts["attention_takes_kernel"] is None
+    assert facts["reason"] == "a probe tree equals its paths when each is a batch row, in a tiny twin of this config"
+    assert facts["attention_takes_kernel"] is False and facts["weights"] == "none"
     model.save_pretrained(tmp_path / "model")
     code, facts = doctor(treespec, tmp_path / "model")
     assert (code, facts["ok"], facts["route"], facts["weights"]) == (0, True, "paths", "loaded")

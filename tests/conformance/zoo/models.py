@@ -10,9 +10,9 @@ import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from conformance.zoo.overrides import DULL, OVERRIDES, UNBUILT, VARIANTS
-from conformance.zoo.shrink import tiny_config
-from conformance.zoo.weights import SCALES, enliven, is_lively
+from conformance.zoo.overrides import DULL, KINDS, UNBUILT, VARIANTS
+from conformance.zoo.weights import is_lively
+from hf_treespec.twin import OVERRIDES, SCALES, enliven, tiny_config
 
 # As the installed transformers lists them.
 CAUSAL_TYPES: tuple[str, ...] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -41,12 +41,15 @@ def base_type(name: str) -> str:
 def config(name: str) -> PreTrainedConfig:
     """The tiny config of one of `types()`."""
     base = base_type(name)
-    changes: dict[str, Any] = dict(OVERRIDES[base][0]) if base in OVERRIDES else {}
+    own, read = CONFIG_MAPPING[base], model_class(name).config_class
+    # The language model of some composite types reads one of the parts.
+    config_class = own if issubclass(own, read) else read
+    changes: dict[str, Any] = {}
+    for table, key in ((OVERRIDES, config_class.model_type), (KINDS, base)):
+        changes.update(table[key][0] if key in table else {})
     if name in VARIANTS:
         changes.update(VARIANTS[name][1])
-    # The language model of some composite types reads one of the parts.
-    own, read = CONFIG_MAPPING[base], model_class(name).config_class
-    return tiny_config(own if issubclass(own, read) else read, changes)
+    return tiny_config(config_class(), changes, all_on=True)
 
 
 def model_class(name: str) -> type[PreTrainedModel]:

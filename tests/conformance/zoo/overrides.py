@@ -1,16 +1,16 @@
-"""What single model types need beside the rules of `shrink`, and why."""
+"""What the default configs of single model types lack, and which models are built and how."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from conformance.zoo.shrink import VOCAB, WINDOW
+from hf_treespec.twin import VOCAB, WINDOW
 
 _TWO_KINDS = ["full_attention", "sliding_attention"]
 _ROPES = {kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in _TWO_KINDS}
 
 # Model type: (changed fields, why).
-OVERRIDES: dict[str, tuple[dict[str, Any], str]] = {
+KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "bamba": ({"attn_layer_indices": [1]}, "by default no layer has attention"),
     "cohere_compass_text": (
         {"layer_types": _TWO_KINDS,
@@ -23,21 +23,15 @@ OVERRIDES: dict[str, tuple[dict[str, Any], str]] = {
         "its sub-configs do not survive to_dict",
     ),
     "dory": (
-        {"num_hidden_layers": 8, "n_input_layers": 2, "n_recurrent_layers": 4, "n_output_layers": 2,
-         "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"] * 2},
-        "its three stacks add up to the number of layers",
+        {"num_hidden_layers": 8, "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"] * 2},
+        "each of its three stacks has a layer",
     ),
-    "falcon_h1": ({"mamba_d_ssm": 128, "mamba_d_head": 16}, "heads and head width make up the state width"),
     "gemma3n_text": (
         {"num_kv_shared_layers": 2, "layer_types": _TWO_KINDS * 2, "num_hidden_layers": 4, "intermediate_size": 128,
          "activation_sparsity_pattern": [0.5, 0.0, 0.5, 0.0]},
         "the layers that share a cache must be of the kinds that fill it",
     ),
     "granitemoehybrid": ({"layer_types": ["linear_attention", "full_attention"]}, "by default no layer has attention"),
-    "hrm_text": (
-        {"num_hidden_layers": 16, "num_layers_per_stack": 2},
-        "every cycle of a stack has layers of its own in the cache",
-    ),
     "jamba": (
         {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
          "use_mamba_kernels": False},
@@ -61,39 +55,33 @@ OVERRIDES: dict[str, tuple[dict[str, Any], str]] = {
         "the default has no sparse layer",
     ),
     "lfm2_moe": ({"layer_types": ["conv", "full_attention"]}, "the default names no kinds of layers"),
-    "mamba2": ({"num_heads": 8, "n_groups": 2}, "heads times head width is twice the hidden width"),
+    "mamba2": ({"n_groups": 2}, "each group has heads"),
     "musicgen": (
         {"pad_token_id": VOCAB, "decoder_start_token_id": VOCAB}, "its pattern of delays is of an id that no text has"
     ),
     "nemotron": ({"num_key_value_heads": 2}, "the default names no number of key heads"),
     "recurrent_gemma": ({"num_hidden_layers": 3}, "its block of three kinds repeats"),
-    "xlstm": ({"hidden_size": 128, "embedding_dim": 128}, "half of the hidden width is rounded up to 64"),
     "xmod": ({"default_language": "en_XX"}, "it wants a language"),
     "zamba2": (
-        {"mamba_headdim": 16, "n_mamba_heads": 8, "attention_hidden_size": 128, "attention_head_dim": 32,
-         "kv_channels": 16, "num_hidden_layers": 3, "hybrid_layer_ids": [1, 2],
+        {"num_hidden_layers": 3, "hybrid_layer_ids": [1, 2],
          "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
-        "attention reads twice the hidden width",
+        "its two attention layers share weights",
     ),
     "zamba": (
         {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "linear_attention", "hybrid", "hybrid"],
-         "attention_hidden_size": 128, "attention_head_dim": 32, "use_mamba_kernels": False},
+         "use_mamba_kernels": False},
         "its two attention layers share weights",
     ),
     "qwen4_exp_text": (
-        {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 4,
-         "indexer_compress_ratio": 1, "hc_lowrank": 16},
+        {"indexer_head_dim": 16},
         "the default has no sizes for its indexer",
     ),
     "reformer": (
-        {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [8, 16], "local_attn_chunk_length": 8,
-         "lsh_attn_chunk_length": 8, "hash_seed": 1, "num_buckets": 4, "attn_layers": ["local", "lsh"]},
-        "tables and chunks of one size, chunks longer than there are heads (it mixes the two up); hashes that are not "
-        "drawn anew in each call",
+        {"hash_seed": 1, "attn_layers": ["local", "lsh"]}, "hashes that are not drawn anew in each call"
     ),
 }  # fmt: skip
-OVERRIDES["qwen4_exp"] = OVERRIDES["qwen4_exp_text"]
-OVERRIDES["musicgen_melody"] = OVERRIDES["musicgen"]
+KINDS["qwen4_exp"] = KINDS["qwen4_exp_text"]
+KINDS["musicgen_melody"] = KINDS["musicgen"]
 
 # Model type: why no model of it can be built here.
 UNBUILT: dict[str, str] = {

@@ -32,7 +32,8 @@ greedy and sampled, a draft that is half right, random or hostile and one that i
 node must be accepted. Weights are float64 where the modeling code runs in it.
 
 The route is found by a probe of the model at hand, not by its name: `treespec doctor MODEL` and `is_supported(model)`
-tell it for any model, also for one that is not on this page.
+tell it for any model, also for one that is not on this page. Of a config without weights they probe a tiny twin: a
+random model of the same class and config in small sizes.
 """
 
 

@@ -1,4 +1,4 @@
-"""A tiny config of any model type: the default config with its sizes made small by the names of its fields.
+"""A tiny config like another one: its sizes made small by the names of its fields.
 
 One rule a kind of size, for all model types; what a type needs beside them is in `overrides`.
 """
@@ -9,11 +9,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import PreTrainedConfig
+from hf_treespec._compat import PreTrainedConfig
+from hf_treespec.twin.layers import LAYER_COUNT, by_layer, kept_layers
+
+__all__ = ["DROP", "VOCAB", "WINDOW", "shrunk", "tiny_config"]
 
 VOCAB = 96
 WINDOW = 8
-MOST_LAYERS = 6
 
 _HIDDEN = 64
 _HEADS = 4
@@ -57,7 +59,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
      r"|dim_ff|feed_forward_size|d_ff|mlp_dim", 2 * _HIDDEN),
     (r"(.*_)?hidden_size(_.*)?|n_embd|d_model|embed_dim|word_embed_proj_dim|embedding_(size|dim)|dim_model_base"
      r"|lru_width|(attention_)?hidden_size|emb_dim|out_hidden_size|projector_(in|out)put_dim|input_embedding_size"
-     r"|vision_output_dim|audio_embed_dim|adapter_(in|out)_dim|adapter_input_size", _HIDDEN),
+     r"|vision_output_dim|input_size|audio_embed_dim|adapter_(in|out)_dim|adapter_input_size", _HIDDEN),
     # Experts.
     (r"n_group|num_expert_group", 2),
     (r"topk_group|n_shared_experts|num_shared_experts", 1),
@@ -66,7 +68,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"first_k_dense_replace|num_dense_layers", 1),
 )  # fmt: skip
 _RULES = tuple((re.compile(pattern), size) for pattern, size in _SIZES)
-# Fields that may be absent or off, and what makes them work.
+# Fields that may be absent or off, and what switches them on.
 _UNSET: dict[str, int] = {
     "sliding_window": WINDOW,
     "head_dim": _HEAD_DIM,
@@ -74,9 +76,7 @@ _UNSET: dict[str, int] = {
     "num_experts_per_tok": 2,
     "n_shared_experts": 1,
 }
-# Lists with an entry a layer; others are told by their length.
-_BY_LAYER = re.compile(r"layer_types|mlp_layer_types|layers_block_type|indexer_types|no_rope_layers")
-# What `to_dict` adds, and sub-configs do not all take back.
+# What `to_dict` adds, and sub-configs do not all take back; and weights in fewer bits, which random ones are not.
 _NO_FIELDS = (
     "model_type",
     "transformers_version",
@@ -90,29 +90,67 @@ _NO_FIELDS = (
     "return_dict",
     "chunk_size_feed_forward",
     "problem_type",
+    "quantization_config",
 )
-_LAYER_COUNT = re.compile(r"num_(hidden_)?layers|n_layers?|decoder_layers")
 _ENDS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0, "forced_eos_token_id": None,
                          "decoder_start_token_id": 1}  # fmt: skip
-
-
-def tiny_config(config_class: type[PreTrainedConfig], changes: Mapping[str, Any]) -> PreTrainedConfig:
-    """The tiny config of a class.
-
-    Args:
-        config_class: of any model.
-        changes: fields that the rules do not get right; a mapping goes into the sub-config of that name, and DROP
-            leaves a field to the config class.
-    """
-    return config_class(**shrunk(config_class().to_dict(), changes))
-
-
+_TOKEN = re.compile(r".*_token_(id|ids|index)")
 DROP = object()
 
 
-def shrunk(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a config with small sizes."""
-    kept = _kept_layers(fields)
+def tiny_config(
+    config: PreTrainedConfig,
+    changes: Mapping[str, Any],
+    *,
+    all_on: bool = False,
+    first_layers: int | None = None,
+) -> PreTrainedConfig:
+    """A config with the same kinds of layers in small sizes.
+
+    Args:
+        config: of any model; it is not changed.
+        changes: fields that the rules do not get right; a mapping goes into the sub-config of that name, and DROP
+            leaves a field to the config class.
+        all_on: whether windows, experts, causal masks and the cache are switched on where the config has them off, and
+            texts never end.
+        first_layers: how many layers stay, from the first one on, instead of one of each kind.
+    """
+    ids: set[int] = set()
+    vocabulary = _read_ids(config, ids)
+    last = VOCAB - 1
+    moved = {old: last - place for place, old in enumerate(sorted(ids)) if VOCAB <= old < vocabulary}
+    return _tiny(config, changes, all_on, first_layers, {} if all_on else moved)
+
+
+def _tiny(
+    config: PreTrainedConfig,
+    changes: Mapping[str, Any],
+    all_on: bool,
+    first_layers: int | None,
+    moved: Mapping[int, int],
+) -> PreTrainedConfig:
+    fields = config.to_dict()
+    out = shrunk(fields, changes, all_on=all_on, first_layers=first_layers)
+    parts: dict[str, PreTrainedConfig] = {}
+    for name in fields:
+        part, change = vars(config).get(name), changes.get(name, {})
+        if isinstance(part, PreTrainedConfig) and isinstance(change, Mapping):
+            parts[name] = _tiny(part, change, all_on, first_layers, moved)
+    for name, value in out.items():
+        if _TOKEN.fullmatch(name):
+            out[name] = [moved.get(one, one) for one in value] if isinstance(value, list) else moved.get(value, value)
+    try:
+        return type(config)(**{**out, **parts})
+    except (AttributeError, TypeError):
+        # Some take their parts as a file has them only.
+        return type(config)(**{**out, **{name: part.to_dict() for name, part in parts.items()}})
+
+
+def shrunk(
+    fields: Mapping[str, Any], changes: Mapping[str, Any], *, all_on: bool = False, first_layers: int | None = None
+) -> dict[str, Any]:
+    """The fields of a config with small sizes; see `tiny_config`."""
+    kept = kept_layers(fields, first_layers)
     out: dict[str, Any] = {}
     for name, value in fields.items():
         if name in _NO_FIELDS:
@@ -123,26 +161,25 @@ def shrunk(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
         if name == "per_layer_config":
             out[name] = _layer_fields(value, kept)
         elif _is_config(name, value):
-            out[name] = shrunk(value, change if isinstance(change, Mapping) else {})
-        elif name == "rope_parameters" or name == "rope_scaling":
-            out[name] = _rope(value)
-        elif isinstance(value, list) and kept and (_BY_LAYER.fullmatch(name) or len(value) == _layer_count(fields)):
-            out[name] = [_small(name, value[layer]) for layer in kept if layer < len(value)]
+            change = change if isinstance(change, Mapping) else {}
+            out[name] = shrunk(value, change, all_on=all_on, first_layers=first_layers)
+        elif (entries := by_layer(name, value, fields, kept)) is not None:
+            out[name] = [_small(name, entry, all_on) for entry in entries] if isinstance(entries, list) else entries
         else:
-            out[name] = _small(name, value)
+            out[name] = _small(name, value, all_on)
     if kept:
-        for name in fields:
-            if _LAYER_COUNT.fullmatch(name):
-                out[name] = len(kept)
+        out.update({name: len(kept) for name in fields if LAYER_COUNT.fullmatch(name)})
     _keep_head_ratio(fields, out)
     if "qk_rope_head_dim" in fields and fields["qk_rope_head_dim"] == fields.get("head_dim"):
         out["head_dim"] = out["qk_rope_head_dim"]
+    for name in ("rope_parameters", "rope_scaling"):
+        if name in out:
+            out[name] = _rope(fields[name], _head_width(out) / (_head_width(fields) or 1))
     _no_dropout(out)
-    _windowed(fields, out)
-    out.update({name: value for name, value in _ENDS.items() if name in fields})
-    out.update({name: True for name in ("is_decoder", "use_cache") if name in fields})
+    if all_on:
+        _switched_on(fields, out)
     if isinstance(changes.get("layer_types"), list):
-        out.update({name: len(changes["layer_types"]) for name in fields if _LAYER_COUNT.fullmatch(name)})
+        out.update({name: len(changes["layer_types"]) for name in fields if LAYER_COUNT.fullmatch(name)})
     out.update({k: v for k, v in changes.items() if v is not DROP and not _is_config(k, fields.get(k))})
     return out
 
@@ -151,44 +188,29 @@ def _is_config(name: str, value: Any) -> bool:
     return isinstance(value, dict) and ("model_type" in value or name.endswith("_config"))
 
 
-def _small(name: str, value: Any) -> Any:
+def _small(name: str, value: Any, all_on: bool) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | None):
         return value
     if not value:
-        return _UNSET.get(name, value)
+        return _UNSET.get(name, value) if all_on else value
     if value < 0:
         return value
     for pattern, size in _RULES:
-        if pattern.fullmatch(name):
+        if pattern.fullmatch(name.removesuffix("_per_layer")):
             return min(value, size)
     return value
 
 
-def _layer_count(fields: Mapping[str, Any]) -> int | None:
-    return next((int(v) for k, v in fields.items() if _LAYER_COUNT.fullmatch(k) and isinstance(v, int)), None)
-
-
-def _kept_layers(fields: Mapping[str, Any]) -> list[int]:
-    """Layers of the default config, in order, of which each is of a kind of its own; two at least."""
-    count = _layer_count(fields)
-    if count is None:
-        return []
-    lists = {
-        name: value for name, value in fields.items()
-        if isinstance(value, list) and (len(value) == count or _BY_LAYER.fullmatch(name)) and value
-        and not isinstance(value[0], list)
-    }  # fmt: skip
-    special = {int(layer): fields_of for layer, fields_of in fields.get("per_layer_config", {}).items()}
-    if special:
-        lists["per_layer_config"] = [special.get(layer) for layer in range(count)]
-    if not lists:
-        return []
-    seen: dict[tuple[str, ...], int] = {}
-    for layer in range(min(len(value) for value in lists.values())):
-        kind = tuple(str(value[layer]) for value in lists.values())
-        seen.setdefault(kind, layer)
-    kept = sorted(seen.values())[:MOST_LAYERS]
-    return kept if len(kept) > 1 else [kept[0], kept[0] + 1]
+def _read_ids(config: PreTrainedConfig, ids: set[int]) -> int:
+    """Gather the ids of special tokens that a config and its parts name; returns the size of their vocabulary."""
+    size = vars(config).get("vocab_size")
+    size = size if isinstance(size, int) else 0
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            size = max(size, _read_ids(value, ids))
+        elif _TOKEN.fullmatch(name):
+            ids |= {one for one in (value if isinstance(value, list) else [value]) if type(one) is int}
+    return size
 
 
 def _keep_head_ratio(fields: Mapping[str, Any], out: dict[str, Any]) -> None:
@@ -207,32 +229,42 @@ def _no_dropout(out: dict[str, Any]) -> None:
 
 def _layer_fields(special: Mapping[Any, Mapping[str, Any]], kept: list[int]) -> dict[int, dict[str, Any]]:
     """Fields that single layers have in their own size."""
-    by_layer = {int(layer): fields for layer, fields in special.items()}
+    of_layer = {int(layer): fields for layer, fields in special.items()}
     small: dict[int, dict[str, Any]] = {}
     for place, layer in enumerate(kept):
-        if layer in by_layer:
-            small[place] = {name: _small(name, value) for name, value in by_layer[layer].items()}
-            _keep_head_ratio(by_layer[layer], small[place])
+        if layer in of_layer:
+            small[place] = {name: _small(name, value, False) for name, value in of_layer[layer].items()}
+            _keep_head_ratio(of_layer[layer], small[place])
     return small
 
 
-def _windowed(fields: Mapping[str, Any], out: dict[str, Any]) -> None:
-    """Windows that are off by default are on."""
+def _switched_on(fields: Mapping[str, Any], out: dict[str, Any]) -> None:
     if "use_sliding_window" in fields:
         out["use_sliding_window"] = True
     if "max_window_layers" in fields:
         # The first layer is full, the others slide.
         out["max_window_layers"] = 1
         out.pop("layer_types", None)
+    out.update({name: value for name, value in _ENDS.items() if name in fields})
+    out.update({name: True for name in ("is_decoder", "use_cache") if name in fields})
 
 
-def _rope(value: Any) -> Any:
-    """Sections of M-RoPE share half a head; all else has no size."""
+def _head_width(fields: Mapping[str, Any]) -> float:
+    """Width of the part of a head that rotates, or of the whole one: they shrink alike."""
+    own = next((fields[name] for name in ("qk_rope_head_dim", "head_dim") if fields.get(name)), None)
+    return float(own or fields.get("hidden_size", 0) / (fields.get("num_attention_heads") or 1))
+
+
+def _rope(value: Any, share: float) -> Any:
+    """Sections of M-RoPE share half a head, and factors by frequency are as many; all else has no size."""
     if not isinstance(value, dict):
         return value
-    out = {name: _rope(part) for name, part in value.items()}
+    out = {name: _rope(part, share) for name, part in value.items()}
     if isinstance(out.get("mrope_section"), list):
         half = int(_HEAD_DIM * out.get("partial_rotary_factor", 1.0)) // 2
         first = half - 2 * (half // 4)
         out["mrope_section"] = [first, half // 4, half // 4]
+    for name in ("short_factor", "long_factor"):
+        if isinstance(out.get(name), list):
+            out[name] = out[name][: max(1, round(len(out[name]) * share))]
     return out
