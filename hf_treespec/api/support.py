@@ -109,12 +109,13 @@ def is_supported(model: Any) -> Support:
             answer, final = _probed_in_a_twin(inner)
         elif place == "offloaded":
             # To bring in offloaded weights for all the forwards of a probe would take too long.
-            answer, final = _unprobed(inner, "its weights are offloaded"), True
+            answer, final = _unprobed(inner, "its weights are offloaded"), False
         else:
             # In inference mode tensors do not tell that they were written to.
             with torch.inference_mode(False), torch.no_grad():
                 answer, final = _probed(inner)
-        if final:
+        # The key of a model that is here in part is that of one that is here.
+        if final and (place == "here" or inner.device.type == "meta"):
             _remember(_ANSWERS, key, answer)
         return answer
 

@@ -308,3 +308,10 @@ def test_offloaded_weights_are_not_replaced() -> None:
     reason = "by class, config and cache layers; not probed, its weights are offloaded"
     assert is_supported(model) == (True, "mask", reason)
     assert is_supported(skeleton(Llama, LlamaConfig(**SMALL))).reason.endswith(TOLD)
+
+
+def test_what_is_not_probed_of_half_a_model_is_not_said_of_a_whole_one() -> None:
+    half, whole = Llama(LlamaConfig(**SMALL, rope_theta=7777.0)), Llama(LlamaConfig(**SMALL, rope_theta=7777.0))
+    accelerate.cpu_offload(half.model.layers[-1], execution_device=torch.device("cpu"))
+    assert half.device.type == "cpu" and is_supported(half).reason.endswith("not probed, its weights are offloaded")
+    assert is_supported(whole).reason == "a probe tree equals its paths"
