@@ -124,6 +124,12 @@ def _validate_mode(
     if assistant is not None and not is_supported(assistant).route.by_paths:
         check_attention(assistant, config.attention)
     check_draft(model, config, assistant, mode_kwargs)
+    if generation_config.do_sample and config.verification != COUPLED and "recycle" in config.sources:
+        raise UnsupportedCallError(
+            f"TreeConfig(draft={config.draft!r}, verification={config.verification!r}): the table of 'recycle' is "
+            "learnt from texts that may have been drawn with the coins of this call, and is shared by the rows; an "
+            "independent rule would not keep the target's law. Leave 'recycle' out, or use verification='coupled'"
+        )
     if generation_config.do_sample and config.verification != COUPLED and not rule_named(config.verification).lossless:
         _compat.warn_once(
             f"TreeConfig(verification={config.verification!r}) accepts tokens that the target finds typical: the text "

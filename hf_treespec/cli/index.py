@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -87,5 +88,5 @@ def _texts(path: Path, field: str) -> Iterator[str]:
                             "FILES", f"{path}, line {number}: expected an object with a text in {field!r}; see --field"
                         )
                     yield row[field]
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UsageFault("FILES", f"{path} cannot be read: {one_line(error)}") from error

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from math import exp
+from math import exp, log
 from typing import Any
 
 import numpy as np
@@ -121,7 +121,7 @@ class RecyclePredictor(Predictor):
     @property
     def trust(self) -> float:
         """What a probability in the table is worth where its token comes again."""
-        return min(self._right / self._given, 1.0)
+        return min(max(self._right / self._given, _LEAST), 1.0)
 
     def begin(self, row: DraftRow) -> None:
         """Learn the successors of the prompt's tokens of which the target has said nothing yet."""
@@ -153,11 +153,14 @@ class RecyclePredictor(Predictor):
         trust = self.trust
         if row.noise_of is None:
             return {candidate: trust * share for candidate, share in found}
-        outside = max(1.0 - sum(share for _, share in found), _LEAST) ** self._power * _OUTSIDE_GAIN
+        # Perturbed log probabilities, with the best at 0: at low temperatures nothing else would be left of them.
+        outside = log(max(1.0 - sum(share for _, share in found), _LEAST)) * self._power + log(_OUTSIDE_GAIN)
         position = row.offset + len(row.tokens) + len(path)
         noise = row.noise_of(position, [candidate for candidate, _ in found])
-        scores = [share**self._power * exp(value) for (_, share), value in zip(found, noise, strict=True)]
-        scale = trust / (sum(scores) + outside)
+        perturbed = [log(share) * self._power + value for (_, share), value in zip(found, noise, strict=True)]
+        best = max(*perturbed, outside)
+        scores = [exp(value - best) for value in perturbed]
+        scale = self.trust / (sum(scores) + exp(outside - best))
         return {candidate: scale * score for (candidate, _), score in zip(found, scores, strict=True)}
 
     def judge(self, shares: Mapping[int, float], token: int) -> None:

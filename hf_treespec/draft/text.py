@@ -87,6 +87,8 @@ class TextDraft:
     Args:
         predictors: at least one; their names must differ.
         growth: one of `hf_treespec.tree.GROWTH_POLICIES`.
+        vocab_size: width of the target's logits; prompts of some models hold ids beyond it, which no text can go on
+            with. None proposes all.
 
     Raises:
         TreeConfigError: for an unknown policy.
@@ -94,11 +96,14 @@ class TextDraft:
 
     cheap = True
 
-    def __init__(self, predictors: Sequence[Predictor], *, growth: str = "best_first") -> None:
+    def __init__(
+        self, predictors: Sequence[Predictor], *, growth: str = "best_first", vocab_size: int | None = None
+    ) -> None:
         if growth not in GROWTH_POLICIES:
             raise TreeConfigError(f"growth={growth!r} must be one of {GROWTH_POLICIES}")
         self.predictors = tuple(predictors)
         self.growth = growth
+        self._vocab_size = vocab_size
         self.name = "+".join(predictor.name for predictor in predictors)
         self.learns = any(predictor.learns for predictor in predictors)
         self.origins: list[list[tuple[str, ...]]] = []
@@ -158,7 +163,13 @@ class TextDraft:
                 predictor.observe(trees, logits_BNV, paths)
 
     def shares(self, row: DraftRow, path: tuple[int, ...], floor: float, told: _Shares) -> dict[int, float]:
-        """Probability of each next token by all predictors together."""
+        """Probability of each next token by all predictors together, of those that the target can say."""
+        found = self._shares(row, path, floor, told)
+        if self._vocab_size is None or max(found, default=0) < self._vocab_size:
+            return found
+        return {token: share for token, share in found.items() if token < self._vocab_size}
+
+    def _shares(self, row: DraftRow, path: tuple[int, ...], floor: float, told: _Shares) -> dict[int, float]:
         if len(self.predictors) == 1:
             # A predictor that is judged is told of no floor, lest it be judged by what it was not asked.
             found = self.predictors[0].shares(row, path, 0.0 if self._judges else floor)

@@ -114,7 +114,7 @@ def make_draft(request: Request, vocab: int, sampler: ChildSampler | None) -> Dr
     config, assistant = request.tree_config, request.assistant_model
     if assistant is None:
         predictors = [_predictor(name, request, vocab) for name in config.sources or ("ngram",)]
-        return TextDraft(predictors, growth=config.growth)
+        return TextDraft(predictors, growth=config.growth, vocab_size=vocab)
     if request.tokenizers is not None:
         vocab_size = _compat.vocabulary_size(assistant)
         own = ModelDraft(assistant, growth=config.growth, vocab_size=vocab_size, route=request.assistant_route)

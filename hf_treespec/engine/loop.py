@@ -198,7 +198,9 @@ def _decode(
     if request.rule is not None:
         stats.verification, stats.lossless = request.rule.name, request.rule.lossless
     stats.draft = draft.name
-    observe = draft.observe if isinstance(draft, LearningDraft) and draft.learns else None
+    # Where no tree is grown nothing needs to be learnt.
+    grows = config.max_nodes > 0 and not barred
+    observe = draft.observe if grows and isinstance(draft, LearningDraft) and draft.learns else None
     if observe is not None and all(prompt.known_tokens):
         # Of the prefill plain decoding makes the logits of the last position only.
         roots = [TokenTree.root_only(known[-1]) for known in prompt.known_tokens]

@@ -18,7 +18,7 @@ import tiny
 from calls import GREEDY, SAMPLED
 from hf_treespec import TreeConfig, UnsupportedCallError, disable, enable
 from hf_treespec.control import SizePolicy
-from hf_treespec.draft import LearningDraft, TextDraft, build_corpus_index, recycle
+from hf_treespec.draft import LearningDraft, TextDraft, build_corpus_index
 from hf_treespec.draft.text import Predictor
 from hf_treespec.tree import TokenTree
 from tiny import MARGIN, WIDTH, assert_same_text, cache_argument, new_cache, prompt, real_texts
@@ -129,31 +129,30 @@ def test_prompts_that_nobody_has_ids_of(draft: Any, batch: int) -> None:
 
 
 @pytest.mark.parametrize("rule", ["rrs", "block"])
-@among("suffix", ALL)
-def test_independent_rules_take_the_nodes_as_certain(rule: str, draft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    shares = recycle.RecyclePredictor.shares
-
-    def noted(self: Any, row: Any, *args: Any) -> Any:
-        seen.append(row.noise_of)
-        return shares(self, row, *args)
-
-    monkeypatch.setattr(recycle.RecyclePredictor, "shares", noted)
-    call = {**mask_inputs(3), "do_sample": True, "max_new_tokens": NEW, "tree_config": OFF.replace(verification=rule)}
-    call["tree_config"] = call["tree_config"].replace(draft=draft)
-    one, two = (tiny.treed("llama").generate(**call) for _ in range(2))
-    assert one.shape == two.shape == (3, WIDTH + NEW)
-    # Children must be independent of the coins, of which the noise is one.
-    assert not any(seen) and bool(seen) == ("recycle" in draft)
-
-
-@pytest.mark.parametrize("rule", ["rrs", "block"])
-def test_by_independent_rules_a_kept_table_changes_trees_only(rule: str) -> None:
-    """The law is kept; with a table of its own in each call a text is a function of the seed again."""
-    config = OFF.replace(draft="recycle", verification=rule, draft_options={"recycle": {"keep": False}})
+def test_independent_rules_take_the_nodes_as_certain(rule: str) -> None:
+    config = OFF.replace(verification=rule, draft="suffix")
     call = {**mask_inputs(3), "do_sample": True, "max_new_tokens": NEW, "tree_config": config}
+    one, two = (tiny.treed("llama").generate(**call) for _ in range(2))
+    assert one.shape == (3, WIDTH + NEW) and torch.equal(one, two)
+
+
+@among("recycle", ALL)
+def test_a_table_that_knows_the_coins_is_refused_under_independent_rules(draft: Any) -> None:
+    """A table learnt from a text with the same seed would choose children by the coins that judge them."""
+    config = OFF.replace(draft=draft, verification="rrs")
+    model, call = tiny.treed("llama"), {**mask_inputs(1), "max_new_tokens": NEW, "tree_config": config}
+    with pytest.raises(UnsupportedCallError, match="'recycle' is learnt from texts"):
+        model.generate(**call, do_sample=True)
+    same_text(model, mask_inputs(1), config, tiny.stock("llama"), do_sample=False)
+
+
+@among("recycle", ALL)
+def test_nearly_no_temperature(draft: Any) -> None:
+    config = OFF.replace(draft=draft)
+    call = {**mask_inputs(1), "do_sample": True, "temperature": 1e-3, "max_new_tokens": NEW}
     model = tiny.treed("llama")
-    assert torch.equal(model.generate(**call), model.generate(**call))
+    plain = model.generate(**call, tree_config=config.replace(max_nodes=0))
+    assert torch.equal(model.generate(**call, tree_config=config), plain)
 
 
 # -- oracles --
@@ -316,7 +315,7 @@ def test_one_transfer_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = Tensor.cpu
     monkeypatch.setattr(Tensor, "cpu", lambda self: transfers.append(self.shape) or cpu(self))
     same_text(tiny.treed("llama"), mask_inputs(1), OFF.replace(draft="recycle"), **SAMPLED)
-    assert len(transfers) == tiny.treed("llama").treespec_stats.rounds + 1 + NEW
+    assert len(transfers) == tiny.treed("llama").treespec_stats.rounds + 1
     assert all(shape[0] == 2 and shape[-1] == 8 for shape in transfers)
 
 
