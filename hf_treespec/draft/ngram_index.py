@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from hf_treespec.errors import TreeSpecError
 
-__all__ = ["Match", "NgramIndex"]
+__all__ = ["Match", "NgramIndex", "require_growth"]
 
 
 class _Context:
@@ -47,6 +47,26 @@ class Match(NamedTuple):
 
     length: int
     counts: Mapping[int, int]
+
+
+def require_growth(index: str, tokens: Sequence[int], seen: int, tail: list[int]) -> None:
+    """See that a text has only been appended to.
+
+    Args:
+        index: what reads it.
+        tokens: the whole text.
+        seen: tokens of it that were read before.
+        tail: the last of these. They are enough to notice a row that was cut, refilled or mixed up, at a cost
+            independent of L.
+
+    Raises:
+        TreeSpecError: if the text shrank or its last known tokens changed.
+    """
+    if list(tokens[max(0, seen - len(tail)) : seen]) != tail:
+        raise TreeSpecError(
+            f"internal error: {index} has read {seen} tokens ending in {tail}, but now the row "
+            f"has {len(tokens)} tokens that do not begin with them; rows may only be appended to"
+        )
 
 
 class NgramIndex:
@@ -90,12 +110,7 @@ class NgramIndex:
             TreeSpecError: if the text shrank or its last known tokens changed.
         """
         seen = self._seen
-        # The window is enough to notice a row that was cut, refilled or mixed up, at a cost independent of L.
-        if list(tokens[max(0, seen - len(self._tail)) : seen]) != self._tail:
-            raise TreeSpecError(
-                f"internal error: an n-gram index has read {seen} tokens ending in {self._tail}, but now the row "
-                f"has {len(tokens)} tokens that do not begin with them; rows may only be appended to"
-            )
+        require_growth("an n-gram index", tokens, seen, self._tail)
         self._text = tokens
         for place in range(seen, len(tokens)):
             self._add(place, tokens[place])

@@ -160,7 +160,7 @@ class RecyclePredictor(Predictor):
         perturbed = [log(share) * self._power + value for (_, share), value in zip(found, noise, strict=True)]
         best = max(*perturbed, outside)
         scores = [exp(value - best) for value in perturbed]
-        scale = self.trust / (sum(scores) + exp(outside - best))
+        scale = trust / (sum(scores) + exp(outside - best))
         return {candidate: scale * score for (candidate, _), score in zip(found, scores, strict=True)}
 
     def judge(self, shares: Mapping[int, float], token: int) -> None:

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from hf_treespec.draft.ngram_index import Match
-from hf_treespec.errors import TreeSpecError
+from hf_treespec.draft.ngram_index import Match, require_growth
 
 __all__ = ["SuffixIndex"]
 
@@ -109,12 +108,7 @@ class SuffixIndex:
             TreeSpecError: if the text shrank or its last known tokens changed.
         """
         seen = self._seen
-        # The window is enough to notice a row that was cut, refilled or mixed up, at a cost independent of L.
-        if list(tokens[max(0, seen - len(self._tail)) : seen]) != self._tail:
-            raise TreeSpecError(
-                f"internal error: a suffix index has read {seen} tokens ending in {self._tail}, but now the row "
-                f"has {len(tokens)} tokens that do not begin with them; rows may only be appended to"
-            )
+        require_growth("a suffix index", tokens, seen, self._tail)
         before = tokens[seen - 1] if seen else None
         for token in tokens[seen:]:
             known = before is not None and token in self._next[self._next[0][before]]
