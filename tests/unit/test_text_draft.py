@@ -56,6 +56,14 @@ def test_one_token_under_one_parent_is_one_node_and_the_shares_add_up() -> None:
     }
 
 
+def test_a_node_far_less_likely_than_the_worst_one_kept_has_no_children() -> None:
+    """At nearly no temperature shares come up whose products no float holds."""
+    laws = {1: {2: 0.9, 4: 1e-300}, 2: {5: 0.9}, 4: {7: 1e-300}, 5: {8: 0.4, 9: 0.3, 10: 0.2}, 7: {2: 0.9}}
+    draft = TextDraft([Fixed("one", laws)])
+    (tree,) = draft.propose([DraftRow(0, [1])], [TreeLimits(max_nodes=4, max_depth=5, max_children=3)])
+    assert scores(tree).keys() == {(2,), (2, 5), (2, 5, 8), (2, 5, 9)}
+
+
 def test_a_node_that_nobody_would_propose_alone_is_credited_to_those_who_know_it() -> None:
     draft = TextDraft([Fixed("one", {1: {2: 0.4, 3: 0.35}}), Fixed("two", {1: {4: 0.4, 3: 0.35}})])
     (tree,) = draft.propose([DraftRow(0, [1])], [TreeLimits(max_nodes=1, max_depth=1, max_children=1)])
