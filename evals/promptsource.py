@@ -13,6 +13,7 @@ import gzip
 import hashlib
 import importlib
 import json
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import islice
@@ -111,7 +112,7 @@ class PromptSource:
         try:
             with opener(path, "rt", encoding="utf-8") as lines:
                 yield from (json.loads(line) for line in lines if line.strip())
-        except (OSError, ValueError) as error:
+        except (OSError, EOFError, zlib.error, ValueError) as error:
             raise SettingsError(f"prompts: {path}: {error}") from error
 
     def _dataset(self) -> Iterator[Mapping[str, Any]]:

@@ -262,7 +262,7 @@ def _checked_options(value: Any) -> dict[str, dict[str, Any]]:
 
 def _checked_option(where: str, value: Any, expected: tuple[int, int] | type) -> Any:
     if expected is Path:
-        if value is not None and not isinstance(value, (str, Path)):
+        if value is not None and (not isinstance(value, (str, Path)) or not str(value)):
             raise TreeConfigError(f"{where}={value!r}: expected the path of a file, or None")
         return None if value is None else str(value)
     if expected is bool:

@@ -102,7 +102,7 @@ def disable(model: ModelT) -> ModelT:
             inner.__class__ = inner._treespec_base
     if isinstance(inner, PreTrainedModel):
         inner.__dict__.pop("treespec_stats", None)
-        forget_tables(inner)
+        forget_tables(lambda model: model is inner)
     return model
 
 
@@ -137,3 +137,5 @@ def uninstall() -> None:
             else:
                 setattr(_compat.GenerationMixin, name, original)
         _INSTALLED.clear()
+    # Those of models that were enabled one by one serve on.
+    forget_tables(lambda model: not isinstance(model, TreeSpecMixin))

@@ -75,7 +75,7 @@ def generate(
         "max_depth": max_depth,
         "max_children": max_children,
         "growth": growth,
-        "draft": draft.split(",") if draft and "," in draft else draft,
+        "draft": [name.strip() for name in draft.split(",")] if draft and "," in draft else draft,
         "draft_options": None if corpus is None else {"suffix": {"index": str(corpus)}},
         "seed": seed,
         "fallback": fallback,

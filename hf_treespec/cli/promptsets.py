@@ -14,6 +14,7 @@ from __future__ import annotations
 import gzip
 import importlib
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -105,7 +106,7 @@ def _json_lines(argument: str, path: Path) -> NumberedRows:
                 yield number, row
     except json.JSONDecodeError as error:
         raise UsageFault(argument, f"line {number} is no JSON: {error}") from error
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise UsageFault(argument, f"cannot be read: {one_line(error)}") from error
 
 

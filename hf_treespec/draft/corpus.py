@@ -15,7 +15,8 @@ import json
 import mmap
 import os
 import struct
-import tempfile
+import uuid
+import weakref
 import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
@@ -49,9 +50,28 @@ _CONTEXTS = 4
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of which ids stand for which tokens: equal for tokenizers whose ids mean the same."""
-    known = sorted((token_id, token) for token, token_id in tokenizer.get_vocab().items())
-    return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]
+    """A hash of which ids stand for which tokens: equal for tokenizers whose ids mean the same.
+
+    Remembered as long as the tokenizer lives and has as many tokens.
+
+    Raises:
+        TreeConfigError: if it does not tell its vocabulary.
+    """
+    try:
+        size = len(tokenizer)
+        kept = _FINGERPRINTS.get(tokenizer)
+        if kept is None or kept[0] != size:
+            known = sorted((token_id, token) for token, token_id in tokenizer.get_vocab().items())
+            kept = _FINGERPRINTS[tokenizer] = size, hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]
+    except (AttributeError, NotImplementedError, TypeError) as error:
+        raise TreeConfigError(
+            f"tokenizer={type(tokenizer).__name__}(...): expected one of transformers, which tells its vocabulary: "
+            f"{error}"
+        ) from error
+    return kept[1]
+
+
+_FINGERPRINTS: weakref.WeakKeyDictionary[Any, tuple[int, str]] = weakref.WeakKeyDictionary()
 
 
 class CorpusIndex:
@@ -139,7 +159,7 @@ def build_corpus_index(
     pieces: list[NDArray[np.int32]] = [np.full(max_match, _BREAK, np.int32)]
     count = 0
     for count, text in enumerate(texts, start=1):
-        ids = np.asarray(text, np.int64)
+        ids = _ids(text, count - 1)
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
             raise TreeConfigError(
                 f"text {count - 1} has ids from {ids.min()} to {ids.max()}: expected [0, vocab_size={vocab_size}"
@@ -170,6 +190,18 @@ def build_corpus_index(
     return target
 
 
+def _ids(text: Sequence[int], place: int) -> NDArray[np.int64]:
+    """The ids of a text."""
+    fault = f"text {place}: expected a flat sequence of token ids, got {str(text)[:60]}"
+    try:
+        ids = np.asarray(text)
+    except ValueError as error:
+        raise TreeConfigError(fault) from error
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise TreeConfigError(fault)
+    return ids.astype(np.int64)
+
+
 def _sorted_places(tokens_T: NDArray[np.int32], max_match: int) -> NDArray[np.int64]:
     """Positions that a token follows, by the context that ends there read backwards; equal ones in order of place."""
     # Prefix doubling: ranks of contexts of one length give those of twice that length.
@@ -191,16 +223,17 @@ def _sorted_places(tokens_T: NDArray[np.int32], max_match: int) -> NDArray[np.in
 
 def _write(target: Path, header: bytes, arrays: dict[str, NDArray[Any]]) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    # Not a private temporary file: an index is for whoever may read the folder.
+    part = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with part.open("xb") as file:
             file.write(_PREFIX.pack(_MAGIC, _VERSION, len(header), zlib.crc32(header)) + header)
             for array in arrays.values():
                 file.write(b"\0" * (-file.tell() % _ALIGNED))
                 file.write(array.data)
-        os.replace(name, target)
+        os.replace(part, target)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
         raise
 
 

@@ -13,7 +13,7 @@ Shapes: B rows, N nodes, V vocabulary, K candidates of a row of the table.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import exp, log
 from typing import Any
 
@@ -80,21 +80,22 @@ class RecycleTable:
         self.shares_VK[rows] = shares[places]
 
 
-# One table per model, so that a call begins with what the calls before it have learnt.
-_TABLES: weakref.WeakKeyDictionary[Any, RecycleTable] = weakref.WeakKeyDictionary()
+# Per model, so that a call begins with what the calls before it have learnt; by size.
+_TABLES: weakref.WeakKeyDictionary[Any, dict[tuple[int, int], RecycleTable]] = weakref.WeakKeyDictionary()
 
 
 def table_of(model: Any, vocab_size: int, candidates: int) -> RecycleTable:
-    """The table of a model, which lives as long as the model does; a new one if it is to be of another size."""
-    table = _TABLES.get(model)
-    if table is None or table.tokens_VK.shape != (vocab_size, candidates):
-        table = _TABLES[model] = RecycleTable(vocab_size, candidates)
-    return table
+    """The table of a model and of a size, which lives as long as the model does."""
+    tables, size = _TABLES.setdefault(model, {}), (vocab_size, candidates)
+    if size not in tables:
+        tables[size] = RecycleTable(*size)
+    return tables[size]
 
 
-def forget_tables(model: Any) -> None:
-    """Drop the table of a model."""
-    _TABLES.pop(model, None)
+def forget_tables(of: Callable[[Any], bool]) -> None:
+    """Drop the tables of the models for which `of` is true."""
+    for model in [model for model in _TABLES if of(model)]:
+        _TABLES.pop(model, None)
 
 
 class RecyclePredictor(Predictor):

@@ -259,8 +259,8 @@ class _RowExpander:
         that is not among the best so far never will be. Leaving it out here keeps the builder small.
         """
         best, room, score = self._best, self._limit.max_nodes, builder.scores[node]
-        # The factor keeps rounding in exp and log from deciding a tie; below a hopeless node nothing can enter, however
-        # far below the worst one kept it is.
+        # The factor keeps rounding in exp and log from deciding a tie. Below a node that is worse than the worst one
+        # kept nothing can enter, however much worse it is.
         floor = 0.999999 * exp(min(-best[-1] - score, 0.0)) if len(best) >= room else 0.0
         found = []
         for candidate in self._candidates(builder, node, floor):

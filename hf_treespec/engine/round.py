@@ -214,6 +214,8 @@ class RoundRunner:
         # A row that takes no part has only filler in this forward; its next position may not exist.
         ahead = [new if row in rows else max(0, new - 1) for row, new in enumerate(self._text.new_lengths)]
         guidance = self._guidance
+        # What is read behind the end of a text is padding.
+        live = [self._drafts(row) for row in range(len(trees))]
         with ExitStack() as stack:
             transaction: CacheTransaction | OrderBoundTransaction = self._cache.transaction()
             stack.enter_context(transaction)
@@ -256,7 +258,7 @@ class RoundRunner:
             if guidance is not None:
                 guidance.commit(paths)
         if self._observe is not None and kept:
-            self._observe(trees, logits, paths)
+            self._observe(trees, logits, [path if alive else [] for path, alive in zip(paths, live, strict=True)])
         self._draft.commit([[kept[row][node] for node in path] for row, path in enumerate(paths)] if kept else paths)
         if self._noise is not None:
             for row in rows:

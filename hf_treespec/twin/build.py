@@ -88,6 +88,9 @@ def _built(model: _compat.PreTrainedModel) -> _compat.PreTrainedModel:
                 fallen_back = fallen_back or twin
                 _decode(twin)
                 return twin
+        except (MemoryError, torch.OutOfMemoryError):
+            # Says nothing about the model.
+            raise
         # Whatever the code of a model raises on sizes that nobody has tried.
         except Exception as error:
             told = str(error) if isinstance(error, TwinError) else f"{type(error).__name__}: {error}"

@@ -282,6 +282,23 @@ def test_what_is_observed_is_what_the_target_says_of_each_path(
             assert tree.path_tokens(path[-1]) == whole[row][done[row] - len(path) : done[row]]
 
 
+def test_padding_behind_an_ended_row_teaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = Noted()
+    monkeypatch.setattr("hf_treespec.engine.loop.make_draft", lambda *_: TextDraft([noted]))
+    inputs = mask_inputs(3)
+    whole = tiny.stock("llama").generate(**inputs, max_new_tokens=12, do_sample=False)
+    end = int(whole[1, WIDTH + 3])
+    # A criterion of the caller's own keeps the rows in step.
+    text = tiny.treed("llama").generate(
+        **inputs, max_new_tokens=12, do_sample=False, eos_token_id=end, pad_token_id=0, tree_config=OFF,
+        stopping_criteria=[lambda ids, scores, **_: torch.zeros(len(ids), dtype=torch.bool)],
+    )  # fmt: skip
+    new = [row[: row.index(end) + 1] if end in row else row for row in text[:, WIDTH:].tolist()]
+    assert len(new[1]) < len(max(new, key=len))
+    # The prefill's one token is the root of the first round; what the last node said is the last token.
+    assert [sum(len(paths[row]) for *_, paths in noted.seen[1:]) for row in range(3)] == [len(row) - 1 for row in new]
+
+
 def test_credit_goes_by_the_nodes_that_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
     class One(Noted):
         def __init__(self, name: str, token: int, share: float) -> None:

@@ -81,8 +81,13 @@ def test_bad_rows_behind_the_limit_are_not_looked_at(tmp_path: Path) -> None:
     assert load_set(f"s={path}", 1).prompts == ("one",)
 
 
+WHOLE = gzip.compress(b"".join(b'{"prompt": "%d"}\n' % number for number in range(999)))
+
+
 @pytest.mark.parametrize(
-    "damage", [b"no gzip at all", gzip.compress(b'{"prompt": "one"}\n' * 999)[:-20]], ids=["text", "cut off"]
+    "damage",
+    [b"no gzip at all", WHOLE[:-20], WHOLE[:20] + bytes(20) + WHOLE[40:]],
+    ids=["text", "cut off", "overwritten"],
 )
 def test_bad_gzip(tmp_path: Path, damage: bytes) -> None:
     path = tmp_path / "set.jsonl.gz"

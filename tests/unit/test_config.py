@@ -152,6 +152,7 @@ def test_options_have_defaults_and_are_copied() -> None:
         ({"ngram": {"max_match": 0}}, "ngram['max_match']=0: expected an integer in [1, 64]"),
         ({"recycle": {"candidates": True}}, "recycle['candidates']=True: expected an integer in [1, 64]"),
         ({"recycle": {"keep": 1}}, "recycle['keep']=1: expected True or False"),
+        ({"suffix": {"index": ""}}, "suffix['index']='': expected the path of a file, or None"),
         ({"suffix": {"index": 3}}, "suffix['index']=3: expected the path of a file, or None"),
     ],
 )

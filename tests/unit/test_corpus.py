@@ -190,6 +190,9 @@ def test_a_fingerprint_is_of_ids_and_tokens() -> None:
         def __init__(self, **vocab: int) -> None:
             self.vocab = vocab
 
+        def __len__(self) -> int:
+            return len(self.vocab)
+
         def get_vocab(self) -> dict[str, int]:
             return self.vocab
 
@@ -198,3 +201,45 @@ def test_a_fingerprint_is_of_ids_and_tokens() -> None:
 
     assert fingerprint(a=1, b=2) == fingerprint(b=2, a=1)
     assert len({fingerprint(a=1, b=2), fingerprint(a=2, b=1), fingerprint(a=1), fingerprint(a=1, c=2)}) == 4
+
+
+@pytest.mark.parametrize("text", [[[1, 2], [3]], [[1, 2], [3, 4]], [1, 2.5], ["a"], [1, None], [True]])
+def test_what_is_no_sequence_of_ids_is_named(tmp_path: Path, text: Any) -> None:
+    with pytest.raises(TreeConfigError, match=r"text 1: expected a flat sequence of token ids, got \["):
+        build_corpus_index([[1, 2], text], tmp_path / "c", vocab_size=9)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_index_is_readable_like_any_other_file(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("")
+    path = build_corpus_index([[1, 2]], tmp_path / "c", vocab_size=9)
+    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
+    assert sorted(tmp_path.iterdir()) == [path, tmp_path / "other"]
+
+
+class Vocabulary:
+    """As much of a tokenizer as a fingerprint reads."""
+
+    def __init__(self, *tokens: str) -> None:
+        self.tokens = list(tokens)
+        self.asked = 0
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def get_vocab(self) -> dict[str, int]:
+        self.asked += 1
+        return {token: place for place, token in enumerate(self.tokens)}
+
+
+def test_a_fingerprint_is_made_once_and_anew_for_more_tokens() -> None:
+    one, same, other = Vocabulary("a", "b"), Vocabulary("a", "b"), Vocabulary("b", "a")
+    told = [tokenizer_fingerprint(t) for t in (one, one, same, other)]  # type: ignore[arg-type]
+    assert len(set(told[:3])) == 1 and told[3] != told[0] and one.asked == 1
+    one.tokens.append("c")
+    assert tokenizer_fingerprint(one) == tokenizer_fingerprint(Vocabulary("a", "b", "c")) != told[0]  # type: ignore[arg-type]
+
+
+def test_a_tokenizer_that_tells_no_vocabulary_is_named() -> None:
+    with pytest.raises(TreeConfigError, match=r"tokenizer=object\(\.\.\.\): expected one of transformers"):
+        tokenizer_fingerprint(object())  # type: ignore[arg-type]

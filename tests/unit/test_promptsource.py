@@ -65,6 +65,15 @@ def test_bad_rows_are_named(tmp_path, line: str, said: str) -> None:
         ids(PromptSource(path=str(tmp_path / "a.jsonl")))
 
 
+@pytest.mark.parametrize("damage", ["cut off", "overwritten"])
+def test_damaged_archives_are_named(tmp_path, damage: str) -> None:
+    whole = gzip.compress(b"".join(b'{"prompt": "%d"}\n' % number for number in range(999)))
+    bad = whole[:-20] if damage == "cut off" else whole[:20] + bytes(20) + whole[40:]
+    (tmp_path / "a.jsonl.gz").write_bytes(bad)
+    with pytest.raises(SettingsError, match=r"prompts: .*a\.jsonl\.gz: "):
+        ids(PromptSource(path=str(tmp_path / "a.jsonl.gz")))
+
+
 def test_texts_without_a_tokenizer_are_refused(tmp_path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "abc"}) + "\n")
     with pytest.raises(SettingsError, match="need a tokenizer"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_treespec import disable, enable
+from hf_treespec import disable, enable, install, uninstall
 from hf_treespec.draft import DraftRow, RecyclePredictor, RecycleTable, TextDraft, forget_tables, table_of
 from hf_treespec.draft import recycle as module
 from hf_treespec.tree import TokenTree, TreeLimits
@@ -202,11 +202,24 @@ def test_a_table_lives_as_long_as_its_model_is_enabled() -> None:
     table = table_of(model, VOCAB, 4)
     assert table_of(model, VOCAB, 4) is table
     assert table_of(model, VOCAB, 5) is not table and table_of(model, VOCAB, 5).candidates == 5
+    # A call with another size of table does not cost what was learnt.
+    assert table_of(model, VOCAB, 4) is table
+    other = build("llama")
+    others = table_of(other, VOCAB, 4)
     disable(model)
-    assert model not in module._TABLES
-    forget_tables(model)
+    assert model not in module._TABLES and table_of(other, VOCAB, 4) is others
+    forget_tables(lambda one: one is not other)
     table_of(model, VOCAB, 4)
     count = len(module._TABLES)
     del model
     gc.collect()
     assert len(module._TABLES) == count - 1
+
+
+def test_tables_of_installed_hooks_go_with_them() -> None:
+    enabled, plain = enable(build("llama")), build("llama")
+    table = table_of(enabled, VOCAB, 4)
+    install()
+    table_of(plain, VOCAB, 4)
+    uninstall()
+    assert plain not in module._TABLES and table_of(enabled, VOCAB, 4) is table

@@ -64,6 +64,15 @@ def test_a_node_far_less_likely_than_the_worst_one_kept_has_no_children() -> Non
     assert scores(tree).keys() == {(2,), (2, 5), (2, 5, 8), (2, 5, 9)}
 
 
+@pytest.mark.parametrize("predictors", [1, 2])
+def test_ids_that_the_target_cannot_say_are_not_proposed(predictors: int) -> None:
+    """A prompt may hold ids beyond the vocabulary, such as those that stand for pictures."""
+    laws = {1: {9: 0.6, 2: 0.3}, 2: {9: 0.8, 7: 0.1}, 7: {9: 1.0}}
+    sources = [Fixed(name, laws) for name in ("one", "two")[:predictors]]
+    (tree,) = TextDraft(sources, vocab_size=9).propose([DraftRow(0, [9, 1])], [LIMITS])
+    assert scores(tree) == {(2,): 0.3, (2, 7): 0.03}
+
+
 def test_a_node_that_nobody_would_propose_alone_is_credited_to_those_who_know_it() -> None:
     draft = TextDraft([Fixed("one", {1: {2: 0.4, 3: 0.35}}), Fixed("two", {1: {4: 0.4, 3: 0.35}})])
     (tree,) = draft.propose([DraftRow(0, [1])], [TreeLimits(max_nodes=1, max_depth=1, max_children=1)])

@@ -123,6 +123,22 @@ def test_layers_are_added_until_all_kinds_are_there() -> None:
         assert twin.config.num_hidden_layers == 12
 
 
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("none left")])
+def test_running_out_of_memory_says_nothing_about_the_model(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    class FullLlama(Llama):
+        pass
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    model = skeleton(FullLlama, LlamaConfig())
+    with monkeypatch.context() as patched:
+        patched.setattr(FullLlama, "forward", full)
+        with pytest.raises(type(error)):
+            is_supported(model)
+    assert "not probed" not in is_supported(model).reason
+
+
 def test_what_is_refused_without_a_look_needs_no_twin() -> None:
     model = skeleton(transformers.LlamaModel, LlamaConfig())
     assert is_supported(model).reason == "the model cannot generate"
