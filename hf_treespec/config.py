@@ -22,7 +22,8 @@ SCHEMA_VERSION = 1
 
 # Sources that need no second model; several may draft together.
 SOURCES = ("ngram", "suffix", "recycle")
-_DRAFTS = ("auto", "model", *SOURCES)
+_JOINABLE = ("model", *SOURCES)
+_DRAFTS = ("auto", *_JOINABLE)
 _CHOICES: dict[str, tuple[str, ...]] = {
     "growth": GROWTH_POLICIES,
     "verification": (COUPLED, *RULES),
@@ -56,8 +57,9 @@ class TreeConfig:
         draft: where trees come from: ``"model"`` (the `assistant_model` of the call); ``"ngram"`` (what followed the
             same few tokens in the prompt and the text so far); ``"suffix"`` (the same with contexts of any length,
             and a corpus on disk if one is named); ``"recycle"`` (the target's own top candidates at earlier nodes);
-            or ``"auto"``: the assistant if one is given, n-grams otherwise. Several of the sources that need no model,
-            such as ``("ngram", "recycle")``, grow one tree together.
+            or ``"auto"``: the assistant if one is given, n-grams otherwise. Several sources, such as
+            ``("ngram", "recycle")`` or ``("model", "ngram")``, grow one tree together; the model then drafts in the
+            rounds in which that is worth its time (with ``fallback="off"`` in all).
         max_nodes: drafted nodes of a tree, the root not counted. 0 is plain decoding on the same noise: the reference
             that every tree must equal.
         max_depth: edges from the root to the deepest leaf. A round emits at most `max_depth + 1` tokens.
@@ -127,8 +129,16 @@ class TreeConfig:
     @property
     def sources(self) -> tuple[str, ...]:
         """Names of the sources that draft without a second model; empty for ``"auto"`` and ``"model"``."""
-        names = (self.draft,) if isinstance(self.draft, str) else self.draft
-        return tuple(name for name in names if name in SOURCES)
+        return tuple(name for name in self._drafts if name in SOURCES)
+
+    @property
+    def with_model(self) -> bool:
+        """Whether an assistant is asked for by name."""
+        return "model" in self._drafts
+
+    @property
+    def _drafts(self) -> tuple[str, ...]:
+        return (self.draft,) if isinstance(self.draft, str) else self.draft
 
     def options_of(self, source: str) -> dict[str, Any]:
         """All options of a source, with defaults for those that are not set."""
@@ -227,9 +237,9 @@ def _checked_draft(value: Any) -> str | tuple[str, ...]:
         return value
     if isinstance(value, (tuple, list)):
         names = tuple(value)
-        if names and all(name in SOURCES for name in names) and len(set(names)) == len(names):
+        if names and all(name in _JOINABLE for name in names) and len(set(names)) == len(names):
             return str(names[0]) if len(names) == 1 else names
-    several = ", ".join(map(repr, SOURCES))
+    several = ", ".join(map(repr, _JOINABLE))
     raise TreeConfigError(
         f"TreeConfig(draft={value!r}): expected one of {', '.join(map(repr, _DRAFTS))}, or a tuple of different "
         f"ones of {several}"

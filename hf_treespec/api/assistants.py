@@ -40,15 +40,15 @@ def check_draft(
             cannot be read or is of another vocabulary.
         UnsupportedModelError: if the assistant cannot take a tree.
     """
-    if config.draft == "model" and assistant is None:
+    if config.with_model and assistant is None:
         raise UnsupportedCallError(
-            "TreeConfig(draft='model') without assistant_model: pass a loaded draft model (on the command line: "
-            "--draft-model), or use draft='ngram'"
+            f"TreeConfig(draft={config.draft!r}) without assistant_model: pass a loaded draft model (on the command "
+            "line: --draft-model), or use draft='ngram'"
         )
-    if config.sources and assistant is not None:
+    if config.sources and assistant is not None and not config.with_model:
         raise UnsupportedCallError(
             f"TreeConfig(draft={config.draft!r}) with an assistant_model: leave one out, or use draft='auto' or "
-            "'model'"
+            f"'model', or {('model', *config.sources)!r} for one tree of all"
         )
     index = config.options_of("suffix")["index"] if "suffix" in config.sources else None
     if index is not None:

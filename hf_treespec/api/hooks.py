@@ -130,6 +130,11 @@ def _validate_mode(
             "learnt from texts that may have been drawn with the coins of this call, and is shared by the rows; an "
             "independent rule would not keep the target's law. Leave 'recycle' out, or use verification='coupled'"
         )
+    if generation_config.do_sample and config.verification != COUPLED and config.with_model and config.sources:
+        raise UnsupportedCallError(
+            f"TreeConfig(draft={config.draft!r}, verification={config.verification!r}): nodes of a joint tree are not "
+            "drawn from one law, which an independent rule asks for. Use one source, or verification='coupled'"
+        )
     if generation_config.do_sample and config.verification != COUPLED and not rule_named(config.verification).lossless:
         _compat.warn_once(
             f"TreeConfig(verification={config.verification!r}) accepts tokens that the target finds typical: the text "

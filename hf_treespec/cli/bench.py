@@ -119,8 +119,8 @@ def _read_configs(paths: list[Path], *, has_draft: bool) -> dict[str, TreeConfig
     configs: dict[str, TreeConfig] = {}
     for path in paths:
         config = read_config(path)
-        if config.draft == "model" and not has_draft:
-            raise UsageFault(f"--config {path}", "draft='model' needs --draft-model")
+        if config.with_model and not has_draft:
+            raise UsageFault(f"--config {path}", f"draft={config.draft!r} needs --draft-model")
         # A folder's config has the same file name as any other's.
         name = f"treespec:{path.name if path.is_dir() else path.stem}"
         if name in configs:

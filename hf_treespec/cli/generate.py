@@ -48,9 +48,7 @@ def generate(
     growth: Annotated[str | None, typer.Option("--growth", help="best_first, static or dynamic.")] = None,
     draft: Annotated[
         str | None,
-        typer.Option(
-            "--draft", help="auto, model, ngram, suffix or recycle; or some of the last three: ngram,recycle."
-        ),
+        typer.Option("--draft", help="auto, model, ngram, suffix or recycle; or some of the last four: model,ngram."),
     ] = None,
     corpus: Annotated[
         Path | None, typer.Option("--corpus", help="Index of texts for --draft suffix; see treespec index.")

@@ -107,7 +107,7 @@ class SizePolicy:
 
         Args:
             trees: those that the target scored, of rows that had not ended.
-            seconds: wall clock of the round, drafting and commit included.
+            seconds: wall clock of the round, commit included; drafting too if the draft is dear.
             texts: row -> tokens so far, of rows that have not ended.
         """
         if not self._active:
@@ -122,9 +122,29 @@ class SizePolicy:
         if not self._cheap:
             self._plan()
 
+    def promise(self, trees: Sequence[TokenTree], rows: Collection[int]) -> tuple[float, float] | None:
+        """Tokens a round that are to be expected of the size that pays most, and its seconds, without drafting.
+
+        Args:
+            trees: one per batch row.
+            rows: those that count.
+
+        Returns:
+            None where no sizes are chosen, or while they are timed.
+        """
+        if not self._active or self._rounds < 2 * _TIMINGS:
+            return None
+        means = self._means(trees, rows)
+        place = self._sizes.index(self._best(means))
+        return 1.0 + means[place], self.costs.seconds()[place]
+
     def _cut_size(self, trees: Sequence[TokenTree], rows: Collection[int]) -> int:
         if self._rounds < 2 * _TIMINGS:
             return self._sizes[0] if self._rounds % 2 else self._sizes[-1]
+        return self._best(self._means(trees, rows))
+
+    def _means(self, trees: Sequence[TokenTree], rows: Collection[int]) -> list[float]:
+        """Accepted tokens to expect of each size, on average over the groups of rows."""
         predicted = [
             [
                 min(row)
@@ -135,11 +155,10 @@ class SizePolicy:
             for group in ([row for row in group if row in rows] for group in self._groups)
             if group
         ]
-        means = [
+        return [
             sum(self.gains.expected(place, group[place]) for group in predicted) / len(predicted)
             for place in range(len(self._sizes))
         ]
-        return self._best(means)
 
     def _best(self, gains: Sequence[float]) -> int:
         """Size with the most tokens a second; the smaller one of equals."""

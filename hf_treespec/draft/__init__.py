@@ -1,7 +1,8 @@
 """Draft sources: each proposes one tree per row."""
 
-from hf_treespec.draft.base import CreditedDraft, Draft, DraftRow, LearningDraft
+from hf_treespec.draft.base import CreditedDraft, Draft, DraftRow, LearningDraft, WeighingDraft
 from hf_treespec.draft.corpus import CorpusIndex, build_corpus_index, open_corpus_index, tokenizer_fingerprint
+from hf_treespec.draft.joined import JoinedDraft
 from hf_treespec.draft.model import ModelDraft
 from hf_treespec.draft.ngram import ContextPredictor, NgramDraft, SuffixDraft, ngram_predictor, suffix_predictor
 from hf_treespec.draft.recycle import RecyclePredictor, RecycleTable, forget_tables, table_of
@@ -16,6 +17,7 @@ __all__ = [
     "CreditedDraft",
     "Draft",
     "DraftRow",
+    "JoinedDraft",
     "LearningDraft",
     "ModelDraft",
     "NgramDraft",
@@ -25,6 +27,7 @@ __all__ = [
     "RetokenizedDraft",
     "SuffixDraft",
     "TextDraft",
+    "WeighingDraft",
     "build_corpus_index",
     "forget_tables",
     "ngram_predictor",

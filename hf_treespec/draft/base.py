@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_treespec.tree import TokenTree, TreeLimits
 from hf_treespec.verify import DraftLaws
 
-__all__ = ["CreditedDraft", "Draft", "DraftRow", "LearningDraft"]
+__all__ = ["CreditedDraft", "Draft", "DraftRow", "LearningDraft", "WeighingDraft"]
 
 
 @dataclass(slots=True)
@@ -41,8 +41,8 @@ class Draft(Protocol):
 
     Attributes:
         name: what the statistics call it.
-        cheap: whether proposing costs next to nothing beside a forward of the target. Then whole trees are asked for
-            every round, and only the part that pays is scored.
+        cheap: whether proposing costs next to nothing beside a forward of the target, or is weighed by the source
+            itself. Then whole trees are asked for every round, and only the part that pays is scored.
     """
 
     name: str
@@ -109,3 +109,16 @@ class CreditedDraft(Protocol):
     """
 
     origins: Sequence[Sequence[Sequence[str]]]
+
+
+@runtime_checkable
+class WeighingDraft(Protocol):
+    """What a source has besides that weighs what parts of it cost against what they bring.
+
+    Attributes:
+        promise: set by the engine. Of trees and of the batch rows that count it tells the tokens of a round to expect
+            of the size that pays most, and the seconds of such a round without drafting; None where no sizes are
+            chosen, or nothing is known yet.
+    """
+
+    promise: Callable[[Sequence[TokenTree], Sequence[int]], tuple[float, float] | None] | None

@@ -3,7 +3,8 @@
 A `Predictor` says for any node which tokens may follow it and how probable each is. `TextDraft` grows the tree from
 that. With several predictors a node's children come from their mixture, so that what two of them propose under one
 node is one child. The weights are those of the predictors' past: a predictor gains by the probability that it gave to
-the tokens that came, and keeps a share so that it can come back (fixed share, Herbster and Warmuth 1998).
+the tokens that came, and keeps a share so that it can come back (fixed share, Herbster and Warmuth 1998). One that
+knows nothing of a node abstains there: it neither counts nor is judged (sleeping experts, Freund et al. 1997).
 
 Under coupled verification the text does not depend on any of this; under independent draws the children count as
 proposed with certainty, as none of them is drawn at random.
@@ -30,7 +31,7 @@ __all__ = ["Predictor", "TextDraft"]
 _second = itemgetter(1)
 # What a predictor is taken to have given to a token that it did not name.
 _LEAST = 1e-3
-# Of the weights, what is dealt out evenly after each token.
+# Of the weights of those who spoke, what is dealt out evenly after each token.
 _EVEN = 0.05
 # What the predictors said of the nodes of a tree: by path from the root, the shares of each.
 _Shares = dict[tuple[int, ...], list[dict[int, float]]]
@@ -62,7 +63,7 @@ class Predictor:
             floor: tokens at or below this probability are of no interest.
 
         Returns:
-            Token to probability; of equal ones the first is preferred.
+            Token to probability; of equal ones the first is preferred. Empty where the predictor abstains.
         """
         raise NotImplementedError
 
@@ -178,9 +179,11 @@ class TextDraft:
             return found
         mixed: dict[int, float] = {}
         told[path] = [predictor.shares(row, path, 0.0) for predictor in self.predictors]
-        for weight, shares in zip(self.weights(row.index), told[path], strict=True):
+        weights = self.weights(row.index)
+        awake = sum(weight for weight, shares in zip(weights, told[path], strict=True) if shares)
+        for weight, shares in zip(weights, told[path], strict=True):
             for token, share in shares.items():
-                mixed[token] = mixed.get(token, 0.0) + weight * share
+                mixed[token] = mixed.get(token, 0.0) + weight / awake * share
         return mixed
 
     def _judge(self, row: DraftRow) -> None:
@@ -196,11 +199,14 @@ class TextDraft:
             for predictor, shares in zip(self.predictors, told, strict=True):
                 if predictor.judged:
                     predictor.judge(shares, token)
-            if len(told) > 1 and any(token in shares for shares in told):
+            awake = [place for place, shares in enumerate(told) if shares]
+            if len(awake) > 1 and any(token in shares for shares in told):
                 weights = self.weights(row.index)
-                gained = [w * max(shares.get(token, 0.0), _LEAST) for w, shares in zip(weights, told, strict=True)]
-                scale, even = (1.0 - _EVEN) / sum(gained), _EVEN / len(gained)
-                weights[:] = [scale * gain + even for gain in gained]
+                held = sum(weights[place] for place in awake)
+                gained = [weights[place] * max(told[place].get(token, 0.0), _LEAST) for place in awake]
+                scale, even = held * (1.0 - _EVEN) / sum(gained), held * _EVEN / len(gained)
+                for place, gain in zip(awake, gained, strict=True):
+                    weights[place] = scale * gain + even
             path = (*path, token)
 
     def _credit(self, tree: TokenTree, told: _Shares, children: int) -> list[tuple[str, ...]]:

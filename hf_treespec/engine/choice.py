@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +14,7 @@ from hf_treespec.draft import (
     ChildSampler,
     Draft,
     DraftRow,
+    JoinedDraft,
     ModelDraft,
     Predictor,
     RecyclePredictor,
@@ -34,6 +36,9 @@ from hf_treespec.verify import (
     are_length_free,
     text_streams,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["Choice", "make_draft"]
 
@@ -112,9 +117,18 @@ def make_draft(request: Request, vocab: int, sampler: ChildSampler | None) -> Dr
         sampler: draws children of a draft model at random; None ranks them.
     """
     config, assistant = request.tree_config, request.assistant_model
+    names = config.sources if assistant is not None else config.sources or ("ngram",)
+    predictors = [_predictor(name, request, vocab) for name in names]
     if assistant is None:
-        predictors = [_predictor(name, request, vocab) for name in config.sources or ("ngram",)]
         return TextDraft(predictors, growth=config.growth, vocab_size=vocab)
+    own = _of_assistant(assistant, request, vocab, sampler)
+    return JoinedDraft(own, predictors, growth=config.growth, vocab_size=vocab) if predictors else own
+
+
+def _of_assistant(
+    assistant: PreTrainedModel, request: Request, vocab: int, sampler: ChildSampler | None
+) -> ModelDraft | RetokenizedDraft:
+    config = request.tree_config
     if request.tokenizers is not None:
         vocab_size = _compat.vocabulary_size(assistant)
         own = ModelDraft(assistant, growth=config.growth, vocab_size=vocab_size, route=request.assistant_route)

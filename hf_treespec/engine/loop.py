@@ -19,7 +19,7 @@ from hf_treespec.cache import (
     restored_state_on_error,
 )
 from hf_treespec.control import SizePolicy
-from hf_treespec.draft import LearningDraft
+from hf_treespec.draft import LearningDraft, WeighingDraft
 from hf_treespec.engine.checks import (
     check_cache_of,
     check_independent,
@@ -218,6 +218,17 @@ def _decode(
     last_positions, position_limit = positions_of(model, request.route, prompt)
     if guidance is not None:
         last_positions = [max(pair) for pair in zip(last_positions, guidance.last_positions, strict=True)]
+    policy = SizePolicy(
+        request.limits,
+        fallback=config.fallback,
+        cheap=draft.cheap,
+        in_step=in_step,
+        batch=batch,
+        barred=barred,
+        measure=forward.measure,
+    )
+    if isinstance(draft, WeighingDraft):
+        draft.promise = policy.promise
     runner = RoundRunner(
         text=text,
         forward=forward,
@@ -225,15 +236,7 @@ def _decode(
         cache=rows,
         draft=draft,
         observe=observe,
-        policy=SizePolicy(
-            request.limits,
-            fallback=config.fallback,
-            cheap=draft.cheap,
-            in_step=in_step,
-            batch=batch,
-            barred=barred,
-            measure=forward.measure,
-        ),
+        policy=policy,
         decider=choice.decider,
         noise=choice.noise,
         stats=stats,

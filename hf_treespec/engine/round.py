@@ -114,7 +114,8 @@ class RoundRunner:
         trees = self._draft.propose(self._text.draft_rows, wanted)
         lengths = {row: len(self._text.draft_rows[row].tokens) for row in active}
         trees = self._policy.cut(trees, lengths, self._text.new_lengths)
-        self._stats.draft_seconds += time.perf_counter() - start
+        drafted_by = time.perf_counter()
+        self._stats.draft_seconds += drafted_by - start
         if self._in_step:
             depth = max(tree.max_depth for tree in trees)
             trees = [self._padding(row, depth) if not self._drafts(row) else tree for row, tree in enumerate(trees)]
@@ -140,7 +141,8 @@ class RoundRunner:
         self._stats.fallback_rounds += self._policy.plain
         self._policy.observe(
             trees=[trees[row] for row in active],
-            seconds=time.perf_counter() - start,
+            # What a cheap draft took was spent before the size was chosen.
+            seconds=time.perf_counter() - (drafted_by if self._draft.cheap else start),
             texts={row: self._text.draft_rows[row].tokens for row in active if not self._text.finished[row]},
         )
 

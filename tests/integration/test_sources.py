@@ -358,6 +358,9 @@ def test_an_assistant_beside_a_source_is_refused(draft: Any) -> None:
 
 def test_a_corpus_that_does_not_fit_is_refused_before_any_forward(tmp_path: Path) -> None:
     class Words:
+        def __len__(self) -> int:
+            return 2
+
         def get_vocab(self) -> dict[str, int]:
             return {"a": 1}
 

@@ -122,13 +122,13 @@ def test_several_sources_are_a_tuple(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [("ngram", "ngram"), (), [], ("ngram", "model"), ("auto",), ("ngram", 3), ("ngram", ["x"]), {"ngram"}, 3]
+    "value", [("ngram", "ngram"), (), [], ("auto",), ("ngram", 3), ("ngram", ["x"]), {"ngram"}, 3]
 )
 def test_sources_that_cannot_draft_together_are_named(value: Any) -> None:
     with pytest.raises(TreeConfigError) as caught:
         TreeConfig(draft=value)
     assert f"TreeConfig(draft={value!r}): expected one of 'auto'" in str(caught.value)
-    assert "or a tuple of different ones of 'ngram', 'suffix', 'recycle'" in str(caught.value)
+    assert "or a tuple of different ones of 'model', 'ngram', 'suffix', 'recycle'" in str(caught.value)
 
 
 def test_options_have_defaults_and_are_copied() -> None:

@@ -43,7 +43,7 @@ def test_one_token_under_one_parent_is_one_node_and_the_shares_add_up() -> None:
     draft = TextDraft([one, two])
     (tree,) = draft.propose([DraftRow(0, [1])], [LIMITS])
     assert draft.name == "one+two"
-    assert scores(tree) == {(2,): 0.6, (5,): 0.15, (2, 4): 0.18, (2, 6): 0.18, (5, 1): 0.015, (5, 1, 2): 0.009}
+    assert scores(tree) == {(2,): 0.6, (5,): 0.15, (2, 4): 0.18, (2, 6): 0.18, (5, 1): 0.03, (5, 1, 2): 0.018}
     of = {tuple(tree.path_tokens(node)[1:]): draft.origins[0][node] for node in range(len(tree))}
     assert of == {
         (): (),
@@ -104,6 +104,22 @@ def test_weights_move_by_every_token_of_a_path_that_was_told() -> None:
     draft.propose([row], [LIMITS])
     first = [0.95 * 0.8 + 0.025, 0.95 * 0.2 + 0.025]
     assert draft.weights(0) == pytest.approx([0.95 * w + 0.025 for w in first])
+
+
+def test_who_knows_nothing_of_a_node_neither_counts_nor_is_judged_there() -> None:
+    laws = ({1: {2: 0.8}, 2: {3: 0.4}}, {1: {2: 0.4}}, {1: {2: 0.2}, 2: {3: 0.1}})
+    draft = TextDraft([Fixed(str(place), law) for place, law in enumerate(laws)])
+    row = DraftRow(0, [1])
+    (tree,) = draft.propose([row], [LIMITS])
+    assert scores(tree) == pytest.approx({(2,): 1.4 / 3, (2, 3): 1.4 / 3 * 0.25}, abs=1e-6)
+    row.tokens += [2, 3]
+    draft.propose([row], [LIMITS])
+    first = [0.95 * share / 1.4 + 0.05 / 3 for share in (0.8, 0.4, 0.2)]
+    held = first[0] + first[2]
+    shares = [first[0] * 0.4, first[2] * 0.1]
+    after = [held * (0.95 * share / sum(shares) + 0.025) for share in shares]
+    assert draft.weights(0) == pytest.approx([after[0], first[1], after[1]])
+    assert sum(draft.weights(0)) == pytest.approx(1.0)
 
 
 @settings(max_examples=60, deadline=None)
