@@ -24,11 +24,12 @@ from transformers import (
     WhisperConfig,
     WhisperForConditionalGeneration,
 )
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from calls import BUSHES, Pair, ids_of
 from hf_treespec import TreeConfig
 from sources import MAKERS, Source, drafting
-from tiny import assert_same_text, gumbel_multinomial, shared
+from tiny import assert_same_cache, assert_same_text, gumbel_multinomial, shared
 
 PAIRED = ("t5", "bart", "marian")
 ALIBI = ("bloom", "mpt", "falcon")
@@ -150,3 +151,18 @@ def twice(
     assert type(actual) is type(expected)
     assert_same_text(ids_of(expected), ids_of(actual), width=begin)
     return Pair(expected, actual, plain, tree, source, tree_model.treespec_stats)
+
+
+def pair_of_caches(model: PreTrainedModel) -> EncoderDecoderCache:
+    return EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
+
+
+def assert_same_caches(expected: EncoderDecoderCache, actual: EncoderDecoderCache) -> None:
+    assert type(actual) is EncoderDecoderCache
+    assert actual.is_updated == expected.is_updated
+    for one, two in (
+        (expected.self_attention_cache, actual.self_attention_cache),
+        (expected.cross_attention_cache, actual.cross_attention_cache),
+    ):
+        batch, width = one.layers[0].keys.shape[0], one.get_seq_length()
+        assert_same_cache(one, two, torch.ones(batch, width, dtype=torch.long))

@@ -133,7 +133,7 @@ def _compared(model: PreTrainedModel, route: Route, traits: PathTraits, *, batch
     theirs: _State = {}
 
     def rounds(sample: Sample) -> Tensor:
-        runs = [_rounds(model, sample, route, traits, batch, alone) for alone in ([None] if steps else [False, True])]
+        runs = [_rounds(model, sample, route, traits, batch, stem) for stem in ([None] if steps else [False, True])]
         ours[:] = [state for _, state in runs]
         return torch.cat([logits for logits, _ in runs])
 
@@ -214,7 +214,7 @@ def _plain(
 
 
 def _rounds(
-    model: PreTrainedModel, sample: Sample, route: Route, traits: PathTraits, batch: int, alone: bool | None
+    model: PreTrainedModel, sample: Sample, route: Route, traits: PathTraits, batch: int, stem: bool | None
 ) -> tuple[Tensor, _State]:
     """The same by rounds."""
     ids, mask = _prompt(model, sample, batch)
@@ -223,7 +223,7 @@ def _rounds(
     prompt = Prompt.of(ids, {"attention_mask": mask}, _compat.default_config())
     rows, forward = make_target(model, route, traits, kwargs, cache, carried, prompt)
     if isinstance(forward, OrderedForward):
-        forward.alone = alone
+        forward.stems.forced = stem
     chain = TokenTree.chain(_rest(sample)[:2])
     if route is Route.STEPS:
         roots = [TokenTree.root_only(token) for token in (*sample.right, *_rest(sample))]

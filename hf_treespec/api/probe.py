@@ -151,7 +151,7 @@ def probe_paths(model: PreTrainedModel) -> tuple[str | None, bool]:
         encoder.update(_compat.encoder_states(model))
         ids = _ids(model, (*sample.prompt, *path, sample.next))
         inputs = _compat.prepare_inputs(model, ids, use_cache=False, **encoder)
-        return model(**inputs, return_dict=True).logits[0, -2:].double()  # type: ignore[no-any-return]
+        return model(**inputs, return_dict=True).logits[0, [-2, -2, -1]].double()  # type: ignore[no-any-return]
 
     def batch(sample: Sample) -> Tensor:
         if not _compat.is_encoder_decoder(model) and (reason := try_layers(model)):
@@ -287,7 +287,7 @@ def _path_logits(
 
 
 def _batch_logits(model: PreTrainedModel, sample: Sample, encoder: dict[str, Any]) -> Tensor:
-    """Logits `[2, V]`: at a tree node, and of the token after it once its path has been committed."""
+    """Logits `[3, V]`: at a tree node, read both ways, and of the token after it once its path has been committed."""
     cache, width = _compat.generation_cache(model), len(sample.prompt)
     kwargs = {"use_cache": True, **encoder}
     ids = _ids(model, sample.prompt)
@@ -296,9 +296,13 @@ def _batch_logits(model: PreTrainedModel, sample: Sample, encoder: dict[str, Any
     rows = PathCache(cache, [width])
     prompt = Prompt.of(ids, {}, _compat.default_config(), encoder_decoder=_compat.is_encoder_decoder(model))
     forward = PathForward(model, rows, prompt, kwargs)
-    with rows.transaction() as transaction:
-        at_node = forward([sample.tree], [1])[0, -1]
-        transaction.commit([RIGHT_NODES])
+    logits = []
+    for stem in (False, True):
+        forward.stems.forced = stem
+        with rows.transaction() as transaction:
+            logits.append(forward([sample.tree], [1])[0, -1])
+            if stem:
+                transaction.commit([RIGHT_NODES])
     with rows.transaction():
-        after = forward([TokenTree.root_only(sample.next)], [1 + len(RIGHT_NODES)])[0, -1]
-    return torch.stack([at_node, after]).double()
+        logits.append(forward([TokenTree.root_only(sample.next)], [1 + len(RIGHT_NODES)])[0, -1])
+    return torch.stack(logits).double()

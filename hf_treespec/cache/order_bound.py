@@ -2,7 +2,8 @@
 
 A round repeats the state per path. Where the accepted path was read to its end without padding, the state of that
 path stays. Otherwise the state goes back to what it was and the accepted tokens become *pending*: the next round's
-forward reads them before its root, so that no forward need be spent on them alone.
+forward reads them before its root, so that no forward need be spent on them alone. Or a forward before the paths reads
+them and the root, once for each row: then the state goes back to what it was behind the root.
 
 Shapes: B rows, P paths, T tokens of the longest path with the root, N pending tokens of each row.
 """
@@ -129,8 +130,12 @@ class OrderBoundTransaction:
     def __init__(self, rows: OrderBoundRows) -> None:
         self._rows = rows
         self.open = False
+        # What to go back to, where nothing is committed: of a state that outlives the call, that before the round.
+        self._before: tuple[Saved, list[list[int]], list[int]] | None = None
         self._saved: Saved | None = None
         self._read: Read | None = None
+        # Whether the roots have been read before the paths.
+        self._rooted = False
 
     def __enter__(self) -> OrderBoundTransaction:
         self.open = True
@@ -141,11 +146,37 @@ class OrderBoundTransaction:
     ) -> None:
         if self.open:
             self.open = False
-            if self._saved is not None:
-                self._rows.state.restore(self._saved)
+            rows = self._rows
+            if self._before is not None:
+                saved, rows.pending, rows.lengths = self._before
+                rows.state.restore(saved)
+            elif self._saved is not None:
+                rows.state.restore(self._saved)
+
+    @contextmanager
+    def reading_stem(self) -> Iterator[None]:
+        """A context for a forward that reads the pending tokens of every row and its root, before those of the paths.
+
+        Roots are always accepted: only what outlives the call is kept, for the case of an exception.
+
+        Raises:
+            TreeSpecError: if the transaction is not open, or has read before.
+        """
+        if not self.open or self._rooted or self._read is not None:
+            raise TreeSpecError("a transaction reads roots once, before its paths, while it is open")
+        rows = self._rows
+        if rows.protected:
+            self._before = rows.state.save(), rows.pending, rows.lengths
+            rows.state.take(None, len(rows.lengths))
+        yield
+        self._rooted = True
+        rows.pending = [[] for _ in rows.lengths]
+        rows.lengths = [length + 1 for length in rows.lengths]
 
     def spread(self, read: Read) -> None:
         """Make the state ready for a forward that reads the pending tokens of a row and then a path, P times.
+
+        If the roots have been read, it is to read the paths without them.
 
         Args:
             read: what it reads.
@@ -157,7 +188,7 @@ class OrderBoundTransaction:
             raise TreeSpecError("a transaction reads paths once, while it is open")
         rows, self._read = self._rows, read
         same = list(read.sources) == list(range(len(rows.lengths)))
-        # Roots are always accepted: what only they would change nobody needs again.
+        # What only roots would change nobody needs again.
         if read.width > 1 or rows.protected or not same:
             self._saved = rows.state.save()
             rows.state.take(None if same else read.sources, len(rows.lengths))
@@ -176,8 +207,12 @@ class OrderBoundTransaction:
             raise TreeSpecError("commit outside of an open transaction that has read paths")
         if len({len(row) for row in slots}) != 1:
             raise TreeSpecError("rows of an order-bound state must all accept equally many nodes")
-        rows, count = self._rows, len(slots[0])
+        rows, count, read_before = self._rows, len(slots[0]), int(self._rooted)
         if not count:
+            if self._rooted and self._before is None:
+                raise TreeSpecError(
+                    "roots that were read before their paths must be accepted: no state is kept for more"
+                )
             self.__exit__(None, None, None)
             return
         if count == read.width:
@@ -188,8 +223,8 @@ class OrderBoundTransaction:
             assert self._saved is not None
             rows.state.restore(self._saved)
             rows.pending = [
-                [*pending, *(tokens[node] for node in row)]
+                [*pending, *(tokens[node] for node in row[read_before:])]
                 for pending, tokens, row in zip(rows.pending, read.tokens, slots, strict=True)
             ]
-        rows.lengths = [length + count for length in rows.lengths]
+        rows.lengths = [length + count - read_before for length in rows.lengths]
         self.open = False

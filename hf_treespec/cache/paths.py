@@ -1,7 +1,8 @@
 """A cache for the path batch: repeated to one row per path of a tree, then cut back to the accepted path.
 
 For models that take no tree mask a round's forward reads every root-to-leaf path as a batch row of its own. The
-committed states are repeated per path, cross-attention included; the commit keeps the states of one path per row.
+committed states are repeated per path, cross-attention included, with those of a root that was read alone before; the
+commit keeps the states of one path per row.
 
 Shapes: B rows, P paths, T tokens of the longest path.
 """
@@ -59,7 +60,10 @@ class PathCache(RowCache):
 
 
 class PathTransaction(CacheTransaction):
-    """Snapshot, one forward over paths, then commit of one path per row, or nothing at all."""
+    """Snapshot, one forward over paths, then commit of one path per row, or nothing at all.
+
+    Before the paths a forward may read the roots of all rows: its slots are the first of the tree.
+    """
 
     def __init__(self, rows: RowCache) -> None:
         super().__init__(rows)

@@ -58,12 +58,13 @@ class ReplayRecorder:
             self._inside = False
 
     def spread(self, rows_P: Tensor) -> None:
-        """Repeat the layer's rows: row `rows_P[p]` becomes row p for the calls that follow.
+        """Repeat the layer's rows: row `rows_P[p]` becomes row p for the calls that follow, and of those noted so far.
 
         Args:
             rows_P: int64 `[P]`.
         """
         self.layer.reorder_cache(rows_P)
+        self._calls = [Call(call.name, *call.mapped(partial(self._taken, call.name, rows_P))) for call in self._calls]
 
     def gather(self, chosen_B: Tensor) -> None:
         """End `spread`: of the noted calls keep, as row b, row `chosen_B[b]`.
@@ -114,13 +115,18 @@ class ReplayRecorder:
         args, kwargs = calls[-1].mapped(joined)
         return Call(name, args, kwargs)
 
+    def _taken(self, name: str, rows: Tensor, place: int | str, value: Any) -> Any:
+        """These rows of an argument that holds tokens."""
+        axes = self._plan.axes.get((name, place))
+        return value if axes is None else value.index_select(axes.rows, rows.to(value.device))
+
     def _token(self, name: str, accepted: Accepted, step: int, place: int | str, value: Any) -> Any:
         """The tokens of one accepted slot of every row."""
         axes = self._plan.axes.get((name, place))
         if axes is None:
             return value
         if self._chosen is not None:
-            value = value.index_select(axes.rows, self._chosen.to(value.device))
+            value = self._taken(name, self._chosen, place, value)
         if accepted.same:
             return value.index_select(axes.tokens, accepted.picks(value.device)[step : step + 1])
         index_B1 = accepted.picks_BA(value.device)[:, step : step + 1]

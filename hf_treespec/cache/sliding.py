@@ -73,12 +73,13 @@ class SlidingRecorder:
         return parts[0], parts[1]
 
     def spread(self, rows_P: Tensor) -> None:
-        """Show row `rows_P[p]` of the stored states as row p to the updates that follow.
+        """Show row `rows_P[p]` of the states so far as row p to the updates that follow.
 
         Args:
             rows_P: int64 `[P]`.
         """
         self._rows = rows_P
+        self._take(rows_P)
 
     def gather(self, chosen_B: Tensor) -> None:
         """End `spread`: of the tree slots keep, as row b, those of row `chosen_B[b]`.
@@ -87,8 +88,11 @@ class SlidingRecorder:
             chosen_B: int64 `[B]`.
         """
         self._rows = None
-        self._keys = [keys.index_select(0, chosen_B.to(keys.device)) for keys in self._keys]
-        self._values = [values.index_select(0, chosen_B.to(values.device)) for values in self._values]
+        self._take(chosen_B)
+
+    def _take(self, rows: Tensor) -> None:
+        self._keys = [keys.index_select(0, rows.to(keys.device)) for keys in self._keys]
+        self._values = [values.index_select(0, rows.to(values.device)) for values in self._values]
 
     def remove(self) -> None:
         """Give the layer back as it was at the snapshot."""

@@ -3,7 +3,8 @@
 Such a state is recurrent, convolutional, compressed, or of a kind that nobody named. Every root-to-leaf path is a
 batch row, as in `engine.paths`, but what a rejected node did to the state cannot be taken back. So the state itself is
 kept, repeated and given back, and accepted tokens that it lost are read again in front of the next root
-(`cache.order_bound`), or once for all paths in a forward before, where that is sooner.
+(`cache.order_bound`): by every path, or with the root once for all paths in a forward before, where that is sooner
+(`engine.stem`).
 
 Shapes: B rows, N nodes with the root, P paths of all rows, T tokens of the longest path, Q tokens of a forward, V
 vocabulary.
@@ -24,6 +25,7 @@ from hf_treespec.cache import OrderBoundRows, Read
 from hf_treespec.engine.forward import continued_kinds
 from hf_treespec.engine.paths import plan_paths, take_rows
 from hf_treespec.engine.prompt import Prompt
+from hf_treespec.engine.stem import StemChoice
 from hf_treespec.routes import PathTraits, Route
 from hf_treespec.tree import PATHS, TokenTree
 
@@ -34,8 +36,6 @@ __all__ = ["OrderedForward", "only_plain", "settled"]
 
 # Made anew for every forward.
 _OWN_KWARGS = ("attention_mask", "position_ids", "cache", "past_key_values", "logits_to_keep", "inputs_embeds")
-# Reading so many tokens again is never cheap, whatever the times say: on a GPU they are those of the launches only.
-_LONGEST_PENDING = 16
 
 
 class OrderedForward:
@@ -46,12 +46,22 @@ class OrderedForward:
         rows: its state; each forward is made in an open transaction of it.
         prompt: padding and positions of the prompt.
         model_kwargs: the keyword arguments of the call, passed on as plain decoding passes them.
+        alone: see `PathTraits`.
+
+    Attributes:
+        stems: chooses whether pending tokens and roots are read in a forward of their own.
     """
 
     measure = PATHS
 
     def __init__(
-        self, model: PreTrainedModel, rows: OrderBoundRows, prompt: Prompt, model_kwargs: Mapping[str, Any]
+        self,
+        model: PreTrainedModel,
+        rows: OrderBoundRows,
+        prompt: Prompt,
+        model_kwargs: Mapping[str, Any],
+        *,
+        alone: bool = False,
     ) -> None:
         self._model = model
         self._rows = rows
@@ -62,9 +72,9 @@ class OrderedForward:
         self._tells_positions = positions is not None
         # As in plain decoding, which a state may hold them from.
         self._one_for_all = positions is not None and positions.shape[-2] == 1 < len(rows.lengths)
-        self._times = _Times()
-        # Whether pending tokens are read once, in a forward of their own; None to go by cost.
-        self.alone: bool | None = None
+        self.stems = StemChoice()
+        # Longest paths from which no root is taken: of RWKV several rows of one token each do not come out right.
+        self._kept_whole = 2 if alone else 1
 
     def __call__(self, trees: Sequence[TokenTree], ahead: Sequence[int]) -> Tensor:
         """Logits `[B, N, V]` of all nodes.
@@ -74,20 +84,21 @@ class OrderedForward:
             ahead: unused: rows are in step, and the state knows how far they are.
         """
         rows, plan = self._rows, plan_paths(trees)
-        transaction = rows.current
-        width = plan.tokens_PT.shape[1]
-        alone = self.alone
-        if alone is None:
-            # Read by every path again now, and once more in the next round.
-            rereads = len(plan.sources) * rows.ahead
-            alone = rows.ahead >= _LONGEST_PENDING or self._times.worth_a_forward(rereads)
-        if alone and width > 1:
-            self.settle()
+        transaction, batch = rows.current, len(trees)
+        paths, width = plan.tokens_PT.shape
+        roots_BV = None
+        if width > 1 and self.stems.pays(paths=paths, rows=batch, pending=rows.ahead):
+            if width > self._kept_whole:
+                with transaction.reading_stem():
+                    stem = [[*pending, tree.tokens[0]] for pending, tree in zip(rows.pending, trees, strict=True)]
+                    roots_BV = self._read(torch.tensor(stem), range(batch), last_only=True)[:, -1]
+            else:
+                self.settle()
         transaction.spread(Read([tree.tokens for tree in trees], plan.home, plan.sources, width))
-        pending_BN = torch.tensor(rows.pending, dtype=torch.long).reshape(len(trees), rows.ahead)
-        tokens = torch.cat([pending_BN[plan.sources], plan.tokens_PT], dim=1)
-        logits_PQV = self._read(tokens, plan.sources)
-        return plan.logits_of_nodes(logits_PQV[:, -width:])
+        pending_BN = torch.tensor(rows.pending, dtype=torch.long).reshape(batch, rows.ahead)
+        tokens_PT = plan.tokens_PT if roots_BV is None else plan.tokens_PT[:, 1:]
+        logits_PQV = self._read(torch.cat([pending_BN[plan.sources], tokens_PT], dim=1), plan.sources)
+        return plan.logits_of_nodes(logits_PQV[:, -tokens_PT.shape[1] :], roots_BV)
 
     def slots(self, paths: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """What the state commits for the nodes of the paths: themselves."""
@@ -98,14 +109,15 @@ class OrderedForward:
         rows = self._rows
         if rows.ahead:
             with rows.reading_pending():
-                self._read(torch.tensor(rows.pending), range(len(rows.pending)))
+                self._read(torch.tensor(rows.pending), range(len(rows.pending)), last_only=True)
 
-    def _read(self, tokens_PQ: Tensor, sources: Sequence[int]) -> Tensor:
-        """Logits `[P, Q, V]` of one forward.
+    def _read(self, tokens_PQ: Tensor, sources: Sequence[int], *, last_only: bool = False) -> Tensor:
+        """Logits `[P, Q, V]` of one forward, or of its last tokens.
 
         Args:
             tokens_PQ: int64, the pending tokens first.
             sources: per row of the forward its batch row.
+            last_only: whether the model may leave out the logits of all tokens but the last of each row.
         """
         start = time.perf_counter()
         rows = self._rows
@@ -128,11 +140,11 @@ class OrderedForward:
         prepared = _compat.prepare_inputs(self._model, tokens_PQ.to(device), **inputs, **rows.carried)
         if _compat.supports_logits_to_keep(self._model):
             # Some models put a number of their own here while they prepare.
-            prepared["logits_to_keep"] = 0
+            prepared["logits_to_keep"] = int(last_only)
         outputs = self._model(**prepared, return_dict=True)
         rows.carried.update(_compat.carried_state(self._model, outputs))
         logits: Tensor = outputs.logits
-        self._times.add(tokens_PQ.numel(), time.perf_counter() - start)
+        self.stems.add(tokens_PQ.numel(), time.perf_counter() - start)
         return logits
 
 
@@ -173,28 +185,3 @@ def only_plain(model: PreTrainedModel, route: Route, traits: PathTraits, prompt:
         )
         return True
     return False
-
-
-class _Times:
-    """A line through the seconds of the latest forwards by the tokens that they read."""
-
-    def __init__(self) -> None:
-        self._sums = [0.0] * 5
-
-    def add(self, tokens: int, seconds: float) -> None:
-        """Take in one forward."""
-        sample = (1.0, tokens, tokens * tokens, seconds, tokens * seconds)
-        self._sums = [_DECAY * past + new for past, new in zip(self._sums, sample, strict=True)]
-
-    def worth_a_forward(self, tokens: int) -> bool:
-        """Whether that many tokens take longer than one more forward does besides its tokens."""
-        n, x, xx, y, xy = self._sums
-        spread = n * xx - x * x
-        if spread <= n * n:
-            return False
-        slope = (n * xy - x * y) / spread
-        fixed = (y - slope * x) / n
-        return slope * tokens > max(fixed, 0.0)
-
-
-_DECAY = 0.9

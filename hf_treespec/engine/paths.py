@@ -2,13 +2,15 @@
 
 Siblings of a tree have equal positions. A model that counts positions by its cache, or has a bias by distance in the
 cache, cannot be told so; but it reads each root-to-leaf path as a batch row of its own just as plain decoding would.
-Shorter paths are padded at the right: attention is causal, so that nothing before the padding can tell.
+Shorter paths are padded at the right: attention is causal, so that nothing before the padding can tell. The root,
+which all paths share, may be read before them, where that is sooner (`engine.stem`).
 
 Shapes: B rows, N nodes with the root, P paths of all rows, T tokens of the longest path, V vocabulary.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,7 @@ from hf_treespec.attention import learned_position_limit
 from hf_treespec.cache import PathCache
 from hf_treespec.engine.forward import continued_kinds
 from hf_treespec.engine.prompt import Prompt
+from hf_treespec.engine.stem import StemChoice
 from hf_treespec.tree import PATHS, TokenTree
 
 if TYPE_CHECKING:
@@ -49,14 +52,25 @@ class PathPlan:
     home: list[list[int]]
     depths: list[list[int]]
 
-    def logits_of_nodes(self, logits_PTV: Tensor) -> Tensor:
-        """`[B, N, V]` of the nodes; rows with fewer nodes repeat their root's."""
+    def logits_of_nodes(self, logits_PTV: Tensor, roots_BV: Tensor | None = None) -> Tensor:
+        """`[B, N, V]` of the nodes; rows with fewer nodes repeat their root's.
+
+        Args:
+            logits_PTV: of the paths; without their roots where those are given.
+            roots_BV: of the roots, if they were read before.
+        """
         nodes = max(len(row) for row in self.home)
-        paths, places = (
-            torch.tensor([[*row, *[row[0]] * (nodes - len(row))] for row in table], device=logits_PTV.device)
-            for table in (self.home, self.depths)
-        )
-        return logits_PTV[paths, places]
+        tables = (self.home, self.depths)
+        homes, depths = ([[*row, *[row[0]] * (nodes - len(row))] for row in table] for table in tables)
+        below = int(roots_BV is not None)
+        paths = torch.tensor(homes, device=logits_PTV.device)
+        places = torch.tensor([[max(depth - below, 0) for depth in row] for row in depths], device=logits_PTV.device)
+        logits_BNV = logits_PTV[paths, places]
+        if roots_BV is not None:
+            at_root = [[row, node] for row, line in enumerate(depths) for node, depth in enumerate(line) if not depth]
+            rows, at = torch.tensor(at_root, device=logits_BNV.device).unbind(1)
+            logits_BNV[rows, at] = roots_BV[rows]
+        return logits_BNV
 
 
 def plan_paths(trees: Sequence[TokenTree]) -> PathPlan:
@@ -100,6 +114,9 @@ class PathForward:
         cache: its cache; each forward is made in an open transaction of it.
         prompt: padding and positions of the prompt; of the decoder's, for an encoder-decoder.
         model_kwargs: the keyword arguments of the call, passed on as plain decoding passes them.
+
+    Attributes:
+        stems: chooses whether roots are read in a forward of their own.
     """
 
     measure = PATHS
@@ -118,6 +135,7 @@ class PathForward:
             not self._prefix and _compat.accepts_position_ids(model)
         )
         self._cache_kwarg = _compat.cache_kwarg(model)
+        self.stems = StemChoice()
 
     def slots(self, paths: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """What the cache commits for nodes of the trees that were read last: its transaction knows them by node."""
@@ -130,27 +148,47 @@ class PathForward:
             trees: one per row.
             ahead: per row, how many positions its root lies behind the last prompt token.
         """
-        device = _compat.input_device(self._model, self._prompt.last_positions.device)
-        plan = plan_paths(trees)
-        width = plan.tokens_PT.shape[1]
+        plan, batch = plan_paths(trees), len(trees)
+        paths, width = plan.tokens_PT.shape
+        roots_BV = None
+        if width > 1 and self.stems.pays(paths=paths, rows=batch):
+            roots = torch.tensor([[tree.tokens[0]] for tree in trees])
+            roots_BV = self._read(roots, range(batch), ahead, read=0)[:, -1]
+        read = int(roots_BV is not None)
         self._cache.spread(plan.sources, plan.home)
-        own: dict[str, Any] = {"attention_mask": self._cache.mask(width, self._prompt.mask_BP, device)}
+        logits_PTV = self._read(plan.tokens_PT[:, read:], plan.sources, ahead, read=read)
+        return plan.logits_of_nodes(logits_PTV, roots_BV)
+
+    def _read(self, tokens_PQ: Tensor, sources: Sequence[int], ahead: Sequence[int], *, read: int) -> Tensor:
+        """Logits `[P, Q, V]` of one forward.
+
+        Args:
+            tokens_PQ: int64.
+            sources: per row of the forward its batch row.
+            ahead: per batch row, how many positions its root lies behind the last prompt token.
+            read: tokens of each path that the cache holds by now, uncommitted.
+        """
+        start = time.perf_counter()
+        device = _compat.input_device(self._model, self._prompt.last_positions.device)
+        width, batch = tokens_PQ.shape[1], len(ahead)
+        own: dict[str, Any] = {"attention_mask": self._cache.mask(read + width, self._prompt.mask_BP, device)}
         if self._tells_positions:
-            first = self._prompt.last_positions.to(device) + torch.tensor(ahead, device=device)[:, None]
+            first = self._prompt.last_positions.to(device) + torch.tensor(ahead, device=device)[:, None] + read
             own["position_ids"] = first + torch.arange(width, device=device)
         inputs = {**continued_kinds(self._kwargs, width), **{self._prefix + name: own[name] for name in own}}
-        if plan.sources != list(range(len(trees))):
-            index = torch.tensor(plan.sources)
+        if list(sources) != list(range(batch)):
+            index = torch.tensor(list(sources))
             positions = inputs.pop(f"{self._prefix}position_ids", None)
-            inputs = {name: take_rows(value, index, len(trees)) for name, value in inputs.items()}
+            inputs = {name: take_rows(value, index, batch) for name, value in inputs.items()}
             if positions is not None:
                 inputs[f"{self._prefix}position_ids"] = positions.index_select(-2, index.to(positions.device))
         if _compat.supports_logits_to_keep(self._model):
             inputs["logits_to_keep"] = 0
         inputs[self._cache_kwarg] = self._cache.cache
-        prepared = _compat.prepare_inputs(self._model, plan.tokens_PT.to(device), **inputs)
-        outputs = self._model(**prepared, return_dict=True)
-        return plan.logits_of_nodes(outputs.logits)
+        prepared = _compat.prepare_inputs(self._model, tokens_PQ.to(device), **inputs)
+        logits: Tensor = self._model(**prepared, return_dict=True).logits
+        self.stems.add(tokens_PQ.numel(), time.perf_counter() - start)
+        return logits
 
 
 def take_rows(value: Any, index: Tensor, batch: int) -> Any:

@@ -71,7 +71,7 @@ def make_target(
         protected = _compat.is_user_defined(cache)
         lengths = [prompt.physical] * batch
         state = OrderBoundRows(carried, attributes, lengths, axes=dict(traits.axes), protected=protected)
-        return state, OrderedForward(model, state, prompt, model_kwargs)
+        return state, OrderedForward(model, state, prompt, model_kwargs, alone=traits.alone)
     lengths = [_compat.cache_length(cache)] * batch
     if route.by_paths:
         paths = PathCache(cache, lengths)

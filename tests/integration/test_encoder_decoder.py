@@ -8,14 +8,24 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation.utils import GenerateEncoderDecoderOutput
 
 import tiny
 from calls import BUSHES, CHAINS_OF_4, GREEDY, SAMPLED
 from hf_treespec import TreeConfig, UnsupportedCallError, _compat, enable, is_supported
-from seq2seq import LIVELY, PAIRED, VOCAB, build, source_text, stock, treed, twice
+from seq2seq import (
+    LIVELY,
+    PAIRED,
+    VOCAB,
+    assert_same_caches,
+    build,
+    pair_of_caches,
+    source_text,
+    stock,
+    treed,
+    twice,
+)
 from sources import MAKERS, Source, drafting
 from tiny import assert_lively, cache_argument
 
@@ -24,21 +34,6 @@ batches = pytest.mark.parametrize("batch", [1, 3])
 samplings = pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["t0", "t0.9"])
 DICT: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 NGRAMS = TreeConfig(fallback="off", seed=3)
-
-
-def pair_of_caches(model: PreTrainedModel) -> EncoderDecoderCache:
-    return EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
-
-
-def assert_same_caches(expected: EncoderDecoderCache, actual: EncoderDecoderCache) -> None:
-    assert type(actual) is EncoderDecoderCache
-    assert actual.is_updated == expected.is_updated
-    for one, two in (
-        (expected.self_attention_cache, actual.self_attention_cache),
-        (expected.cross_attention_cache, actual.cross_attention_cache),
-    ):
-        batch, width = one.layers[0].keys.shape[0], one.get_seq_length()
-        tiny.assert_same_cache(one, two, torch.ones(batch, width, dtype=torch.long))
 
 
 @families

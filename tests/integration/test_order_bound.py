@@ -12,7 +12,6 @@ from transformers.cache_utils import DynamicCache
 from calls import BUSHES, CHAINS_OF_4, GREEDY, SAMPLED, Pair, goes_on_behind_a_cache, twice
 from conformance.zoo import build
 from hf_treespec import TreeConfig, TreeSpecWarning, enable, is_supported
-from hf_treespec.engine.ordered import OrderedForward
 from hf_treespec.routes import Route
 from ordered import ALONE, PATHS, STEPS, VOCAB, assert_same_state, prompt, returned, stock, treed
 from sources import MAKERS, Source, drafting
@@ -21,7 +20,6 @@ from tiny import WIDTH, assert_lively, cache_argument, real_texts
 pytestmark = pytest.mark.filterwarnings("ignore::hf_treespec.TreeSpecWarning")
 batches = pytest.mark.parametrize("batch", [1, 3])
 samplings = pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["t0", "t0.9"])
-both_orders = pytest.mark.parametrize("alone", [False, True], ids=["folded", "alone"])
 
 
 def both(family: str, batch: int, **arguments: Any) -> Pair:
@@ -60,41 +58,6 @@ def test_equals_plain(family: str, batch: int, sampling: dict[str, Any], maker: 
 def test_equals_plain_where_all_is_rejected(family: str, maker: str) -> None:
     pair = both(family, 1, maker=maker, return_dict_in_generate=True)
     assert_same_state(returned(pair.expected), returned(pair.actual), prompt(1)[1])
-
-
-@pytest.mark.parametrize("family", ["lfm2_moe", "xlstm"])
-@batches
-@both_orders
-def test_pending_tokens_may_be_read_before(
-    monkeypatch: pytest.MonkeyPatch, family: str, batch: int, alone: bool
-) -> None:
-    made = OrderedForward.__init__
-
-    def init(self: OrderedForward, *args: Any) -> None:
-        made(self, *args)
-        self.alone = alone
-
-    monkeypatch.setattr(OrderedForward, "__init__", init)
-    reads = count_forwards(treed(family))
-    pair = both(family, batch, maker="half_right")
-    reads.remove()
-    # The prefill, one forward a round, and where tokens are read on their own one more for most.
-    extra = reads.count - 1 - pair.stats.rounds
-    assert extra > 0 if alone else extra == 0
-
-
-class count_forwards:
-    """Forwards of a model from now on."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.count = 0
-        self._handle = model.register_forward_pre_hook(self._add)
-
-    def _add(self, *_: Any) -> None:
-        self.count += 1
-
-    def remove(self) -> None:
-        self._handle.remove()
 
 
 @pytest.mark.parametrize("family", ["lfm2_moe", "minimax", "xlstm"])

@@ -23,7 +23,7 @@ from transformers.cache_utils import (
 )
 
 from hf_treespec import TreeSpecError
-from hf_treespec.cache import CallTrial, ReplayRecorder, RowCache, forget, layer_kind
+from hf_treespec.cache import CallTrial, PathCache, ReplayRecorder, RowCache, forget, layer_kind
 from hf_treespec.cache.accepted import Accepted
 from hf_treespec.cache.calls import call_plan
 
@@ -249,6 +249,61 @@ def test_a_layer_that_only_replays_equals_token_by_token(case: tuple[int, int, A
             assert layer.count is count
             with pytest.raises(KeyboardInterrupt), rows.transaction():
                 feed(layer, numbers.take(3))
+                raise KeyboardInterrupt
+            assert attributes(layer) == attributes(plain)
+
+
+class RepeatedLayer(CountingLayer):
+    """Can be repeated as a whole."""
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        assert self.total is not None
+        self.total = self.total.index_select(0, beam_idx)
+        self.parts = [part.index_select(0, beam_idx) for part in self.parts]
+
+
+@pytest.mark.parametrize("name", [*FAST, "replayed"])
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_the_accepted_path_behind_a_root_equals_token_by_token(name: str, data: st.DataObject) -> None:
+    """Roots are read with their paths, or by a call before them, once for each row."""
+    make = {**FAST, "replayed": RepeatedLayer}[name]
+    batch, prompt = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9))
+    numbers = Numbers(batch)
+    with tried(make):
+        layer, plain = make(), make()
+        first = numbers.take(prompt)
+        feed(layer, first)
+        feed(plain, first)
+        rows = PathCache(Cache(layers=[layer]), [prompt] * batch)
+        for _ in range(data.draw(st.integers(1, 3))):
+            stem, below = data.draw(st.booleans()), data.draw(st.integers(1, 3))
+            each = [data.draw(st.integers(1, 3)) for _ in range(batch)]
+            sources = [row for row, count in enumerate(each) for _ in range(count)]
+            roots = numbers.take(1)
+            tokens = [[1000 * numbers.next + 10 * path + depth for depth in range(below)] for path in range(sum(each))]
+            # Nodes of a row: the root, then those of its paths one after the other.
+            home = []
+            for row, count in enumerate(each):
+                start = sum(each[:row])
+                home.append([start, *(start + path for path in range(count) for _ in range(below))])
+            keep = data.draw(st.integers(1, 1 + below))
+            chosen = [data.draw(st.integers(0, count - 1)) for count in each]
+            with rows.transaction() as transaction:
+                if stem:
+                    feed(layer, roots)
+                rows.spread(sources, home)
+                feed(layer, [([] if stem else roots[row]) + path for row, path in zip(sources, tokens, strict=True)])
+                transaction.commit([[0, *range(1 + path * below, path * below + keep)] for path in chosen])
+            texts = [roots[row] + tokens[home[row][0] + chosen[row]] for row in range(batch)]
+            for step in range(keep):
+                feed(plain, [[text[step]] for text in texts])
+            assert attributes(layer) == attributes(plain)
+            with pytest.raises(KeyboardInterrupt), rows.transaction():
+                feed(layer, roots)
+                rows.spread(sources, home)
+                feed(layer, tokens)
                 raise KeyboardInterrupt
             assert attributes(layer) == attributes(plain)
 
