@@ -14,8 +14,7 @@ import ordered
 import seq2seq
 import tiny
 from calls import BUSHES, CHAINS_OF_4, GREEDY, SAMPLED, Pair
-from conformance.zoo import build
-from hf_treespec import Support, _compat, enable
+from hf_treespec import Support, _compat
 from hf_treespec.api import hooks
 from hf_treespec.engine.stem import StemChoice
 from hf_treespec.routes import Route
@@ -27,7 +26,6 @@ from tiny import WIDTH, assert_same_cache, cache_argument, real_texts
 pytestmark = pytest.mark.filterwarnings("ignore::hf_treespec.TreeSpecWarning")
 batches = pytest.mark.parametrize("batch", [1, 3])
 samplings = pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["t0", "t0.9"])
-stems = pytest.mark.parametrize("stem", [True, False, None], ids=["stem", "folded", "by cost"], indirect=True)
 DICT = {"return_dict_in_generate": True}
 
 
@@ -92,35 +90,41 @@ def both_ordered(family: str, batch: int, **arguments: Any) -> Pair:
     """`calls.twice` on a left-padded prompt."""
     ids, mask = ordered.prompt(batch)
     models = ordered.stock(family), ordered.treed(family)
-    return calls.twice(ids, mask, **{"models": models, "max_new_tokens": 16, "pad_token_id": 0, **DICT, **arguments})
+    return calls.twice(ids, mask, **{"models": models, "max_new_tokens": 12, "pad_token_id": 0, **DICT, **arguments})
 
 
-@pytest.mark.parametrize("family", [*PATHS, *ALONE])
+@pytest.mark.parametrize(
+    ("family", "stem"),
+    [*((family, True) for family in (*PATHS, *ALONE)), ("lfm2_moe", False), ("xlstm", False), ("lfm2_moe", None)],
+    indirect=["stem"],
+)
 @batches
 @samplings
-@stems
 def test_an_order_bound_state(family: str, batch: int, sampling: dict[str, Any], stem: bool | None) -> None:
     if family in ALONE and batch > 1:
         pytest.skip("several rows are decoded plainly")
-    for maker in ("half_right", "random_tree") if stem is None else ("half_right", "chain", "random_tree", "deep"):
+    for maker in ("half_right", "deep", "random_tree") if family == "lfm2_moe" else ("half_right",):
         reads = shapes_read(ordered.treed(family))
         pair = both_ordered(family, batch, maker=maker, **sampling)
         reads.remove()
         assert_same_state(returned(pair.expected), returned(pair.actual), ordered.prompt(batch)[1])
+        # Were the probe to find that it goes wrong, all would be decoded plainly.
+        assert pair.stats.drafted_nodes > 0
         if stem is not None:
             # Several rows of one token each would not be read right by a model that is right for one row only.
             kinds: dict[str, Any] = {"order_bound": True, "whole": 2 if family in ALONE else 1}
             assert reads.shapes[1:] == list(expected_shapes(pair.source, batch, stem=stem, **kinds))
 
 
-@pytest.mark.parametrize("family", ["t5", "bart"])
+@pytest.mark.parametrize(
+    ("family", "stem"), [("t5", True), ("bart", True), ("t5", False), ("bart", None)], indirect=["stem"]
+)
 @batches
 @samplings
-@stems
 def test_behind_an_encoder(family: str, batch: int, sampling: dict[str, Any], stem: bool | None) -> None:
-    for maker in ("half_right", "random_tree", "deep"):
+    for maker in ("half_right", "deep", "random_tree"):
         reads = shapes_read(seq2seq.treed(family))
-        pair = seq2seq.twice(family, source_text(batch), maker=maker, max_new_tokens=16, **DICT, **sampling)
+        pair = seq2seq.twice(family, source_text(batch), maker=maker, max_new_tokens=12, **DICT, **sampling)
         reads.remove()
         assert_same_caches(*(_compat.cache_from_outputs(output) for output in (pair.expected, pair.actual)))
         if stem is not None:
@@ -152,8 +156,7 @@ def test_an_oracle_is_believed(family: str, stem: bool) -> None:
     assert pair.stats.rounds == 5 and pair.stats.accepted_tokens == 20
 
 
-@pytest.mark.parametrize("family", ["lfm2_moe", "bamba", "qwen3_next"])
-@batches
+@pytest.mark.parametrize(("family", "batch"), [("lfm2_moe", 3), ("qwen3_next", 1)])
 @pytest.mark.parametrize("stem", [True], indirect=True)
 def test_a_passed_in_cache_goes_on(family: str, batch: int, stem: bool) -> None:
     models = ordered.stock(family), ordered.treed(family)
@@ -194,15 +197,14 @@ class Fuse:
             handle.remove()
 
 
-@pytest.mark.parametrize("family", ["lfm2_moe", "bamba"])
-@batches
+@pytest.mark.parametrize(("family", "batch"), [("lfm2_moe", 1), ("bamba", 3)])
 @pytest.mark.parametrize("at", [3, 4, 7, 8], ids=["stem 2", "paths 2", "stem 4", "paths 4"])
 @pytest.mark.parametrize("for_good", [False, True], ids=["once", "for good"])
 @pytest.mark.parametrize("stem", [True], indirect=True)
 def test_an_exception_gives_a_state_back_as_before_the_round(
     family: str, batch: int, at: int, for_good: bool, stem: bool
 ) -> None:
-    model, cache = enable(build(family)), DynamicCache(config=ordered.stock(family).config)
+    model, cache = ordered.treed(family), DynamicCache(config=ordered.stock(family).config)
     ids, mask = ordered.prompt(batch)
     call = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
     text = ordered.stock(family).generate(ids, attention_mask=mask, **call)
@@ -231,10 +233,10 @@ def test_an_exception_gives_a_state_back_as_before_the_round(
 
 @pytest.mark.parametrize("family", ["t5", "bart"])
 @batches
-@pytest.mark.parametrize("at", [3, 4, 7, 8], ids=["stem 2", "paths 2", "stem 4", "paths 4"])
+@pytest.mark.parametrize("at", [3, 4], ids=["stem", "paths"])
 @pytest.mark.parametrize("stem", [True], indirect=True)
 def test_an_exception_behind_an_encoder(family: str, batch: int, at: int, stem: bool) -> None:
-    model, cache = enable(seq2seq.build(family)), pair_of_caches(seq2seq.stock(family))
+    model, cache = seq2seq.treed(family), pair_of_caches(seq2seq.stock(family))
     call = {**source_text(batch), "max_new_tokens": 24, "do_sample": False, **seq2seq.LIVELY.get(family, {})}
     text = seq2seq.stock(family).generate(**call)
     layers = [m for m in model.get_decoder().modules() if type(m).__name__.endswith(("DecoderLayer", "Block"))]
