@@ -44,10 +44,11 @@ def test_without_forwards_of_several_sizes_nothing_is_known() -> None:
 
 
 def test_the_latest_forwards_count() -> None:
-    choice = timed(1.0, 0.0)
-    for _ in range(40):
-        for tokens in (4, 20):
-            choice.add(tokens, 0.1 * tokens)
+    choice = StemChoice()
+    for fixed, slope in ((1.0, 0.0), (0.0, 0.1)):
+        for _ in range(40):
+            for tokens in (4, 20):
+                choice.add(tokens, fixed + slope * tokens)
     assert choice.pays(paths=3, rows=1)
 
 
