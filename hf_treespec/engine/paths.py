@@ -19,7 +19,7 @@ from torch import Tensor
 from hf_treespec import _compat
 from hf_treespec.attention import learned_position_limit
 from hf_treespec.cache import PathCache
-from hf_treespec.engine.forward import continued_kinds
+from hf_treespec.engine.forward import all_logits, continued_kinds
 from hf_treespec.engine.prompt import Prompt
 from hf_treespec.tree import PATHS, TokenTree
 
@@ -150,7 +150,7 @@ class PathForward:
         inputs[self._cache_kwarg] = self._cache.cache
         prepared = _compat.prepare_inputs(self._model, plan.tokens_PT.to(device), **inputs)
         outputs = self._model(**prepared, return_dict=True)
-        return plan.logits_of_nodes(outputs.logits)
+        return plan.logits_of_nodes(all_logits(outputs, width))
 
 
 def take_rows(value: Any, index: Tensor, batch: int) -> Any:
