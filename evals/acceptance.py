@@ -30,6 +30,7 @@ import hf_treespec
 import optima
 from bars import SETS, encode, read_prompts
 from drafts import make_draft
+from expected import SettingsError
 from hf_treespec import TreeConfig, enable
 from real_model import load_smollm2
 
@@ -202,8 +203,16 @@ def main() -> int:
     parts = set(arguments.parts.split(","))
     if not parts <= {"nodes", "trees"}:
         parser.error(f"--parts {arguments.parts}: expected nodes, trees or both, with a comma between")
+    if missing := [name for name, _, _ in SETS.values() if not (arguments.data / name).is_file()]:
+        parser.error(f"--data {arguments.data}: {', '.join(missing)} not there")
+    for name in ("prompts", "positions"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name} {getattr(arguments, name)}: expected at least 1")
     target, tokenizer = load_smollm2()
-    draft = make_draft(arguments.draft, target, SEED)
+    try:
+        draft = make_draft(arguments.draft, target, SEED)
+    except SettingsError as error:
+        parser.error(f"--draft {arguments.draft}: {error}")
     if draft is None:
         parser.error(f"--draft {arguments.draft}: expected a model, whose law can be compared")
     target = enable(target)

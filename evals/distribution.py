@@ -35,10 +35,11 @@ import transformers
 
 import hf_treespec
 from drafts import load_target
+from expected import SettingsError
 from promptsource import Prompt, PromptSource
 from real_model import RealModelError, progress_bars_on_terminals_only
-from settings import Arm, Settings, SettingsError
-from shards import OtherRunError, ShardWriter, claim, read_shards
+from settings import Arm, Settings
+from shards import BrokenRunError, OtherRunError, ShardWriter, claim, read_shards
 from units import Bench
 from verdict import Verdict, judge
 
@@ -62,11 +63,14 @@ def work(settings: Settings, folder: Path, state: Any, *, quiet: bool) -> None:
     target, tokenizer = load_target(settings.model, settings.dtype)
     bench = Bench(settings, target.to(state.device))
     checked: set[tuple[Any, ...]] = set()
+    readable = target.get_input_embeddings().weight.shape[0]
     mine = (p for p in source.prompts(tokenizer) if p.index % state.num_processes == state.process_index)
     with ShardWriter(folder, state.process_index) as out:
         for key, kind, arm, prompt in units(settings, mine):
+            if not 0 <= min(prompt.ids) <= max(prompt.ids) < readable:
+                raise SettingsError(f"prompts: row {prompt.index}: the model reads ids from 0 to {readable - 1}")
             if key in done:
-                if done[key]["digest"] != prompt.digest:
+                if done[key].get("digest") != prompt.digest:
                     raise OtherRunError(f"{folder}: prompt {prompt.index} is another one now")
                 continue
             if (shaping := tuple(arm.sampling.values())) not in checked:
@@ -136,7 +140,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", type=Path, help="settings in YAML, see evals/settings.py")
     parser.add_argument("--out", type=Path, help="folder of the results; default evals/results/distribution")
     parser.add_argument("--inject", help="run with a known bug: M01 to M25, see evals/mutants.py")
-    parser.add_argument("--rules", type=lambda text: text.split(","), help="rules, with commas between")
+    parser.add_argument(
+        "--rules", type=lambda text: [one.strip() for one in text.split(",")], help="rules, with commas between"
+    )
     parser.add_argument("--limit", type=int, help="prompts")
     parser.add_argument("--new-tokens", type=int, help="of a text, at most")
     parser.add_argument("--seed", type=int)
@@ -174,13 +180,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # That a lossy rule is lossy is what a run is about.
             warnings.simplefilter("ignore", hf_treespec.TreeSpecWarning)
             work(settings, folder, state, quiet=told.quiet)
-    except (SettingsError, OtherRunError, RealModelError) as error:
+        state.wait_for_everyone()
+        # An earlier run of the folder may have gone further.
+        found = [one for one in read_shards(folder).values() if not source.limit or one["prompt"] < source.limit]
+    except (SettingsError, OtherRunError, BrokenRunError, RealModelError, hf_treespec.TreeSpecError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    state.wait_for_everyone()
     if not state.is_main_process:
         return 0
-    verdict = judge(settings, read_shards(folder).values())
+    verdict = judge(settings, found)
     if verdict.rows:
         write_results(folder, settings, verdict)
     print(verdict.line)

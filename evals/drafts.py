@@ -18,17 +18,23 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from expected import SettingsError
 from real_model import load_smollm2
-from settings import SettingsError
 
 __all__ = ["load_target", "make_draft"]
 
+_FORMS = {"noise": r"\d*\.?\d+(e-?\d+)?", "layers": r"\d+", "drop": r"\d+-\d+"}
+
 
 def load_target(name: str, dtype: str) -> tuple[PreTrainedModel, Any]:
-    """The target in evaluation mode, and its tokenizer or None."""
+    """The target in evaluation mode, and its tokenizer or None.
+
+    Raises:
+        SettingsError: if there is no such model.
+    """
     if name == "smollm2":
         return load_smollm2(dtype=getattr(torch, dtype))
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype)).eval()
+    model = _loaded("model", name, getattr(torch, dtype))
     try:
         return model, AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError):
@@ -40,11 +46,14 @@ def make_draft(spec: str, target: PreTrainedModel, seed: int) -> PreTrainedModel
     """The assistant that `spec` describes; None for n-grams.
 
     Raises:
-        SettingsError: if it does not fit the target.
+        SettingsError: if it cannot be read, there is no such model, or it does not fit the target.
     """
     kind, _, value = spec.partition(":")
     if spec in ("ngram", "none"):
         return None
+    form = _FORMS.get(kind)
+    if form is not None and re.fullmatch(form, value) is None:
+        raise SettingsError(f"drafts: {spec!r}: expected a form such as layers:20, drop:16-22 or noise:0.1")
     if kind == "noise":
         return _noisy(target, float(value), seed)
     if kind in ("layers", "drop"):
@@ -54,7 +63,15 @@ def make_draft(spec: str, target: PreTrainedModel, seed: int) -> PreTrainedModel
         if not 0 < len(kept) < count:
             raise SettingsError(f"drafts: {spec!r}: keeps {len(kept)} of {count} layers")
         return _of_layers(target, kept)
-    return AutoModelForCausalLM.from_pretrained(spec, dtype=target.dtype).eval()
+    return _loaded("drafts", spec, target.dtype)
+
+
+def _loaded(setting: str, name: str, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{setting}: {name!r} cannot be loaded: {error}") from error
+    return model.eval()
 
 
 def _noisy(target: PreTrainedModel, share: float, seed: int) -> PreTrainedModel:

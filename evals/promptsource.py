@@ -14,13 +14,15 @@ import hashlib
 import importlib
 import json
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from settings import SettingsError
+import expected
+from expected import SettingsError
 
 __all__ = ["Prompt", "PromptSource"]
 
@@ -32,15 +34,18 @@ class Prompt:
     Args:
         index: place in the set.
         ids: token ids.
+        copy: earlier prompts of the set with the same ids: texts of each are drawn anew.
     """
 
     index: int
     ids: tuple[int, ...]
+    copy: int = 0
 
     @property
     def digest(self) -> str:
-        """Tells prompts apart."""
-        return hashlib.sha256(repr(self.ids).encode()).hexdigest()[:12]
+        """Tells prompts apart, and copies of one."""
+        told = (self.ids, self.copy) if self.copy else self.ids
+        return hashlib.sha256(repr(told).encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +75,12 @@ class PromptSource:
     max_tokens: int = 256
 
     def __post_init__(self) -> None:
+        for name in ("path", "dataset", "name", "split", "field"):
+            expected.text(f"prompts: {name}", getattr(self, name))
+        for name in ("streaming", "chat"):
+            expected.flag(f"prompts: {name}", getattr(self, name))
+        expected.whole("prompts: limit", self.limit, 0)
+        expected.whole("prompts: max_tokens", self.max_tokens, 1)
         if bool(self.path) == bool(self.dataset):
             raise SettingsError("prompts: expected either path or dataset")
 
@@ -78,10 +89,9 @@ class PromptSource:
         """From settings.
 
         Raises:
-            SettingsError: for unknown fields.
+            SettingsError: for unknown or bad fields.
         """
-        if unknown := sorted(set(told) - {f.name for f in fields(cls)}):
-            raise SettingsError(f"prompts: {', '.join(unknown)}: expected some of {[f.name for f in fields(cls)]}")
+        expected.mapping("prompts", told, [f.name for f in fields(cls)])
         return cls(**told)
 
     def digest(self) -> str:
@@ -100,17 +110,19 @@ class PromptSource:
             SettingsError: for whatever cannot be read.
         """
         rows = self._file() if self.path else self._dataset()
+        seen: Counter[tuple[int, ...]] = Counter()
         for index, row in enumerate(islice(rows, self.limit or None)):
             ids = self._encode(tokenizer, row, index)[: self.max_tokens]
             if not ids:
                 raise SettingsError(f"prompts: row {index} has no tokens")
-            yield Prompt(index, tuple(ids))
+            yield Prompt(index, tuple(ids), seen[tuple(ids)])
+            seen[tuple(ids)] += 1
 
     def _file(self) -> Iterator[Mapping[str, Any]]:
         path = Path(self.path)
         opener = gzip.open if path.suffix == ".gz" else open
         try:
-            with opener(path, "rt", encoding="utf-8") as lines:
+            with opener(path, "rt", encoding="utf-8-sig") as lines:
                 yield from (json.loads(line) for line in lines if line.strip())
         except (OSError, EOFError, zlib.error, ValueError) as error:
             raise SettingsError(f"prompts: {path}: {error}") from error
@@ -127,8 +139,10 @@ class PromptSource:
         )  # fmt: skip
 
     def _encode(self, tokenizer: Any, row: Mapping[str, Any], index: int) -> list[int]:
+        if not isinstance(row, Mapping):
+            raise SettingsError(f"prompts: row {index} is {row!r}, expected a mapping with a field {self.field!r}")
         value = row.get(self.field)
-        if isinstance(value, list) and value and all(isinstance(one, int) for one in value):
+        if isinstance(value, list) and value and all(type(one) is int for one in value):
             return list(value)
         if isinstance(value, list) and value:
             value = value[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -12,17 +13,23 @@ from typing import Any
 
 import yaml
 
-from hf_treespec import TreeConfig
+import expected
+from expected import SettingsError
+from hf_treespec import TreeConfig, TreeConfigError
 from mutants import COUPLED, MUTANTS, RULES
 
-__all__ = ["Arm", "Settings", "SettingsError", "unit_seed"]
+__all__ = ["Arm", "Settings", "unit_seed"]
 
 SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 _PENALTY = 1.3
-
-
-class SettingsError(ValueError):
-    """A setting that cannot work; the message names it."""
+_DTYPES = ("float32", "float64", "bfloat16", "float16")
+# Ends of what the warpers of transformers take.
+_RANGES = {
+    "temperature": (0.0, math.inf, "()"),
+    "top_p": (0.0, 1.0, "[]"),
+    "min_p": (0.0, 1.0, "[]"),
+    "repetition_penalty": (0.0, math.inf, "()"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,22 +97,34 @@ class Settings:
     inject: str = ""
 
     def __post_init__(self) -> None:
+        expected.text("model", self.model)
+        expected.text("dtype", self.dtype, among=_DTYPES)
+        expected.texts("drafts", self.drafts)
+        expected.texts("rules", self.rules)
         rules = (COUPLED, *RULES)
         for rule in self.rules:
             if rule not in (*rules, "all", "lossless"):
                 raise SettingsError(f"rules: {rule!r}: expected 'all', 'lossless' or one of {', '.join(rules)}")
+        if not self.sampling:
+            raise SettingsError("sampling: expected a list of at least one mapping; {} changes nothing")
         for one in self.sampling:
-            if unknown := sorted(set(one) - set(SAMPLING)):
-                raise SettingsError(f"sampling: {', '.join(unknown)}: expected some of {', '.join(SAMPLING)}")
-        if self.inject and self.inject not in MUTANTS:
-            raise SettingsError(f"inject: {self.inject!r}: expected one of {', '.join(MUTANTS)}")
-        if unknown := sorted(set(self.joint) - set(JOINT)):
-            raise SettingsError(f"joint: {', '.join(unknown)}: expected some of {', '.join(JOINT)}")
-        for name, value in (("new_tokens", self.new_tokens), ("repeats", self.repeats)):
-            if value < 1:
-                raise SettingsError(f"{name}: {value}: expected at least 1")
-        if not 0 < self.family < 1:
-            raise SettingsError(f"family: {self.family}: expected a probability")
+            expected.mapping("sampling", one, SAMPLING)
+            for name, value in one.items():
+                if name == "top_k":
+                    expected.whole(f"sampling: {name}", value, 0)
+                else:
+                    low, high, ends = _RANGES[name]
+                    expected.number(f"sampling: {name}", value, low, high, ends=ends)
+        _check_tree(self.tree)
+        if self.inject != "":
+            expected.text("inject", self.inject, among=MUTANTS)
+        expected.mapping("joint", self.joint, JOINT)
+        for name, value in self.joint.items():
+            expected.whole(f"joint: {name}", value, 0 if name == "prompts" else 1)
+        expected.whole("new_tokens", self.new_tokens, 1)
+        expected.whole("repeats", self.repeats, 1)
+        expected.whole("seed", self.seed, 0, (1 << 63) - 1)
+        expected.number("family", self.family, 0, 1, ends="()")
 
     @classmethod
     def read(cls, path: Path | None, changes: Mapping[str, Any]) -> Settings:
@@ -122,16 +141,21 @@ class Settings:
                 raise SettingsError(f"{path}: {error}") from error
         if not isinstance(data, dict):
             raise SettingsError(f"{path}: expected a mapping of settings")
-        data.update({key: value for key, value in changes.items() if value is not None})
-        if unknown := sorted(set(data) - {f.name for f in fields(cls)}):
+        # A name with nothing behind it is left at its default.
+        data = {key: value for key, value in [*data.items(), *changes.items()] if value is not None}
+        if unknown := sorted(str(key) for key in set(data) - {f.name for f in fields(cls)}):
             raise SettingsError(f"{', '.join(unknown)}: no such setting")
         for name in ("drafts", "rules", "sampling"):
             if name in data:
-                data[name] = tuple(data[name])
+                data[name] = expected.several(name, data[name])
         return cls(**data)
 
     def arms(self) -> list[Arm]:
-        """Everything to judge."""
+        """Everything to judge, each once.
+
+        Raises:
+            SettingsError: if two of them differ in digits that their names leave out.
+        """
         if self.inject:
             found = MUTANTS[self.inject]
             rules: list[str] = [found.rule]
@@ -140,13 +164,15 @@ class Settings:
             for rule in self.rules:
                 every = [COUPLED, *(r for r in RULES if rule == "all" or RULES[r].lossless)]
                 rules += every if rule in ("all", "lossless") else [rule]
-        arms = []
+        arms: dict[str, Arm] = {}
         for draft, one, rule in itertools.product(self.drafts, self.sampling, dict.fromkeys(rules)):
             shaped = {**SAMPLING, **one}
             if self.inject and MUTANTS[self.inject].penalty and shaped["repetition_penalty"] == 1.0:
                 shaped["repetition_penalty"] = _PENALTY
-            arms.append(Arm(rule=rule, draft=draft, sampling=shaped, mutant=self.inject))
-        return arms
+            arm = Arm(rule=rule, draft=draft, sampling=shaped, mutant=self.inject)
+            if arms.setdefault(arm.name, arm) != arm:
+                raise SettingsError(f"sampling: two settings are both named {arm.name!r}: round them to six digits")
+        return list(arms.values())
 
     def stock_arms(self) -> list[Arm]:
         """Plain decoding under every sampling, for comparison."""
@@ -156,7 +182,7 @@ class Settings:
     def tree_config(self, arm: Arm, seed: int) -> TreeConfig:
         """The config of one call."""
         fields_of = {"fallback": "off", **self.tree, "verification": arm.rule, "seed": seed}
-        return TreeConfig(**fields_of)
+        return TreeConfig.from_dict(fields_of)
 
     def of_joint(self, name: str) -> int:
         """A field of `joint`, or its default."""
@@ -170,6 +196,16 @@ class Settings:
         unlimited = {name: value for name, value in self.prompts.items() if name != "limit"}
         told = {**asdict(replace(self, family=0.5, prompts=unlimited)), "prompts_hash": prompts}
         return hashlib.sha256(json.dumps(told, sort_keys=True, default=list).encode()).hexdigest()[:16]
+
+
+def _check_tree(tree: object) -> None:
+    # The rule is that of the arm, the seed that of the unit.
+    expected.mapping("tree", tree, [f.name for f in fields(TreeConfig) if f.name not in ("verification", "seed")])
+    assert isinstance(tree, Mapping)
+    try:
+        TreeConfig.from_dict(tree)
+    except TreeConfigError as error:
+        raise SettingsError(f"tree: {error}") from error
 
 
 JOINT = {"prompts": 0, "samples": 400, "tokens": 3, "branches": 4, "rows": 50}

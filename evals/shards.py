@@ -12,13 +12,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["OtherRunError", "ShardWriter", "claim", "read_shards"]
+__all__ = ["BrokenRunError", "OtherRunError", "ShardWriter", "claim", "read_shards"]
 
 _RUN = "run.json"
 
 
 class OtherRunError(ValueError):
     """The folder holds results of a run with other settings."""
+
+
+class BrokenRunError(ValueError):
+    """The folder holds what no run has written, or the disk has changed."""
 
 
 def claim(folder: Path, fingerprint: str, settings: Mapping[str, Any], *, fresh: bool) -> None:
@@ -32,14 +36,23 @@ def claim(folder: Path, fingerprint: str, settings: Mapping[str, Any], *, fresh:
 
     Raises:
         OtherRunError: if it holds another run.
+        BrokenRunError: if it is no folder, or what it says of its run cannot be read.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BrokenRunError(f"{folder}: no folder for results: {error}") from error
     if fresh:
         for old in [*folder.glob("shard-*.jsonl"), *folder.glob(_RUN)]:
             old.unlink()
     run = folder / _RUN
     if run.exists():
-        found = json.loads(run.read_text()).get("fingerprint")
+        try:
+            found = json.loads(run.read_text())["fingerprint"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise BrokenRunError(
+                f"{run} cannot be read ({type(error).__name__}: {error}); pass --fresh or another --out"
+            ) from error
         if found != fingerprint:
             raise OtherRunError(f"{folder} holds a run with other settings or prompts; pass --fresh or another --out")
     elif next(folder.glob("shard-*.jsonl"), None) is not None:
@@ -54,7 +67,7 @@ def read_shards(folder: Path) -> dict[str, dict[str, Any]]:
     """All finished units by their key, in the order of the keys.
 
     Raises:
-        ValueError: if a line inside a file is broken, or two lines of one unit differ.
+        BrokenRunError: if a line inside a file is broken, or two lines of one unit differ.
     """
     found: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob("shard-*.jsonl")):
@@ -63,9 +76,11 @@ def read_shards(folder: Path) -> dict[str, dict[str, Any]]:
             try:
                 record = json.loads(line)
             except ValueError as error:
-                raise ValueError(f"{path}: line {number} is broken: {error}") from error
+                raise BrokenRunError(f"{path}: line {number} is broken: {error}") from error
+            if not isinstance(record, dict) or not isinstance(record.get("key"), str):
+                raise BrokenRunError(f"{path}: line {number} is broken: it is no unit of a run")
             if _told(found.setdefault(record["key"], record)) != _told(record):
-                raise ValueError(f"{path}: line {number}: unit {record['key']!r} has been done twice, differently")
+                raise BrokenRunError(f"{path}: line {number}: unit {record['key']!r} has been done twice, differently")
     return dict(sorted(found.items()))
 
 

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from drafts import make_draft
+from expected import SettingsError
 from hf_treespec import enable
 from mutants import mutant
 from promptsource import Prompt
-from settings import Arm, Settings, SettingsError, unit_seed
+from settings import Arm, Settings, unit_seed
 from textlaws import cell_of, cells, laws_of_text, together, witness
 
 __all__ = ["Bench"]

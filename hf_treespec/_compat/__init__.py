@@ -60,6 +60,8 @@ from hf_treespec._compat.caches import (
 )
 from hf_treespec._compat.generation import (
     chunks_behind_a_cache,
+    continued_kwargs,
+    continues_by_itself,
     decode_context,
     decoder_output,
     default_config,
@@ -96,8 +98,8 @@ from hf_treespec._compat.models import (
     text_part,
     token_streams,
     vocabulary_size,
-    weights_dtype,
     weights_place,
+    working_dtype,
 )
 from hf_treespec._compat.processors import GuidanceProcessor, length_free_processors, process_logits, pure_processors
 from hf_treespec._compat.warning import quiet_transformers, warn_once
@@ -134,6 +136,8 @@ __all__ = [
     "cache_length",
     "carried_state",
     "chunks_behind_a_cache",
+    "continued_kwargs",
+    "continues_by_itself",
     "cross_attention_layers",
     "custom_attention",
     "decode_context",
@@ -192,6 +196,6 @@ __all__ = [
     "token_streams",
     "vocabulary_size",
     "warn_once",
-    "weights_dtype",
     "weights_place",
+    "working_dtype",
 ]

@@ -17,6 +17,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 
 __all__ = [
     "chunks_behind_a_cache",
+    "continued_kwargs",
+    "continues_by_itself",
     "decode_context",
     "decoder_output",
     "default_config",
@@ -143,7 +145,27 @@ def plain_step(model: Any, outputs: Any, text: Tensor, model_kwargs: dict[str, A
     Returns:
         The outputs of this forward and its keyword arguments.
     """
-    pair = model.config.is_encoder_decoder
-    kwargs = model._update_model_kwargs_for_generation(outputs, dict(model_kwargs), is_encoder_decoder=pair)
+    kwargs = _continued(model, outputs, model_kwargs)
     inputs = model.prepare_inputs_for_generation(text, next_sequence_length=1, **kwargs)
     return model(**inputs, return_dict=True), kwargs
+
+
+def continues_by_itself(model: Any) -> bool:
+    """Whether the class of the model has its own rule for what becomes of the arguments of one forward in the next."""
+    return not type(model)._update_model_kwargs_for_generation.__qualname__.startswith("GenerationMixin.")
+
+
+def continued_kwargs(model: Any, outputs: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of decoding behind a prefill: those of the prefill, unless the class has its own rule.
+
+    Such a rule may say that the first forward is over, or hand on what it has read of another sense.
+    """
+    return _continued(model, outputs, model_kwargs) if continues_by_itself(model) else model_kwargs
+
+
+def _continued(model: Any, outputs: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    pair = model.config.is_encoder_decoder
+    kwargs: dict[str, Any] = model._update_model_kwargs_for_generation(
+        outputs, dict(model_kwargs), is_encoder_decoder=pair
+    )
+    return kwargs

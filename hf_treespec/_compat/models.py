@@ -34,8 +34,8 @@ __all__ = [
     "text_part",
     "token_streams",
     "vocabulary_size",
-    "weights_dtype",
     "weights_place",
+    "working_dtype",
 ]
 
 
@@ -193,8 +193,14 @@ def input_device(model: PreTrainedModel, given: torch.device) -> torch.device:
     return given if model.device.type == "meta" else model.device
 
 
-def weights_dtype(model: nn.Module) -> torch.dtype:
-    """The floating type of the weights; float32 for a model without any."""
+def working_dtype(model: PreTrainedModel) -> torch.dtype:
+    """The floating type that forwards go by: that of autocast where the caller has it on, else that of the weights.
+
+    float32 for a model without any.
+    """
+    device = model.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 

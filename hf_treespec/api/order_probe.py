@@ -10,7 +10,7 @@ Shapes: B rows, P prompt tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,12 +20,13 @@ from transformers import PreTrainedModel
 
 from hf_treespec import _compat
 from hf_treespec.api.probe import FAILURES, RIGHT_NODES, Sample, compare, evaluation
+from hf_treespec.attention import attention_for_trees, counted_by_depth, tree_masks
 from hf_treespec.cache import tensor_places
 from hf_treespec.engine import OrderedForward, Prompt, cache_of, make_target, state_kwargs
 from hf_treespec.routes import PathTraits, Route
 from hf_treespec.tree import TokenTree
 
-__all__ = ["Finding", "probe_order", "without_baseline"]
+__all__ = ["Finding", "probe_continuing", "probe_order", "without_baseline"]
 
 _EXCUSE = "its state does not go on right behind the tokens of a path"
 
@@ -79,6 +80,39 @@ def probe_order(model: PreTrainedModel, *, why_steps: str = "") -> Finding:
         return Finding(Route.STEPS, reason, traits, final=final)
 
 
+def probe_continuing(
+    model: PreTrainedModel, route: Route, position_names: Sequence[str] = ()
+) -> tuple[str | None, bool]:
+    """Compare rounds with plain decoding, for a class that continues the arguments of its forwards by its own rule.
+
+    What the rule says may change with every token; the other probes of a route read tokens without such arguments.
+
+    Args:
+        model: the model.
+        route: one that passed its own probe, and keeps a cache of transformers.
+        position_names: see `find_position_modules`, for `Route.POSITION_HOOK`.
+
+    Returns:
+        As `compare`.
+    """
+    with ExitStack() as stack:
+        if route.masked:
+            own = _compat.attention_implementation(model)
+            stack.enter_context(attention_for_trees(model, "auto" if own in _compat.MASK_IMPLEMENTATIONS else "sdpa"))
+        stack.enter_context(tree_masks())
+        stack.enter_context(counted_by_depth(model, route, position_names))
+
+        def rounds(sample: Sample) -> Tensor:
+            return _rounds(model, sample, route, PathTraits(), 1, None)[0]
+
+        def plain(sample: Sample, path: tuple[int, ...]) -> Tensor:
+            return _plain(model, sample, (*path, *_rest(sample)), PathTraits(), 1)[0]
+
+        return compare(
+            model, rounds, plain, "its own _update_model_kwargs_for_generation changes what each step reads"
+        )
+
+
 @torch.no_grad()
 def without_baseline(model: PreTrainedModel) -> str | None:
     """Why there is no plain decoding behind a cache that a tree could be equal to; None if there is one."""
@@ -99,8 +133,9 @@ def without_baseline(model: PreTrainedModel) -> str | None:
         return f"plain decoding behind its cache raises {type(error).__name__}: {error}"
     if _compat.rereads_all(model, whole):
         return "it keeps nothing between its forwards: plain decoding reads the whole text at every step"
-    size, off = float(at_once.abs().max()), float((steps - at_once).abs().max())
-    dtype = _compat.weights_dtype(model)
+    # Some give the last logits alone.
+    size, off = float(at_once.abs().max()), float((steps[-len(at_once) :] - at_once).abs().max())
+    dtype = _compat.working_dtype(model)
     if off <= (_BASELINE_TOLERANCE if dtype in _STATE_TOLERANCE else _LOW_PRECISION_TOLERANCE) * size:
         return None
     return (
@@ -151,7 +186,7 @@ def _compared(model: PreTrainedModel, route: Route, traits: PathTraits, *, batch
 
 def _differing(model: PreTrainedModel, wanted: _State, found: _State) -> str | None:
     """Where two states are further apart than rounding explains, or None."""
-    dtype = _compat.weights_dtype(model)
+    dtype = _compat.working_dtype(model)
     allowed = _STATE_TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE)
     if wanted.keys() != found.keys():
         return "in a probe its state had other parts after a path than after plain steps"
@@ -219,7 +254,9 @@ def _rounds(
     """The same by rounds."""
     ids, mask = _prompt(model, sample, batch)
     kwargs = _compat.start_kwargs(model, ids, mask)
-    cache, carried = cache_of(model, route, kwargs, _compat.prefill(model, ids, _compat.default_config(), kwargs))
+    outputs = _compat.prefill(model, ids, _compat.default_config(), kwargs)
+    cache, carried = cache_of(model, route, kwargs, outputs)
+    kwargs = _compat.continued_kwargs(model, outputs, kwargs)
     prompt = Prompt.of(ids, {"attention_mask": mask}, _compat.default_config())
     rows, forward = make_target(model, route, traits, kwargs, cache, carried, prompt)
     if isinstance(forward, OrderedForward):

@@ -218,7 +218,7 @@ def compare(
     samples = [sample for sample in map(Sample, _SHIFTS) if sample.ids_needed <= rows]
     if not samples:
         return f"its vocabulary of {rows} ids is too small for the probe", True
-    dtype = _compat.weights_dtype(model)
+    dtype = _compat.working_dtype(model)
     seen: list[tuple[float, float, float]] = []
     try:
         with evaluation(model), without_shared_outliers(model):

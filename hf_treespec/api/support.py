@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_treespec import _compat
 from hf_treespec.api.gaps import heeds_gaps
-from hf_treespec.api.order_probe import probe_order, without_baseline
+from hf_treespec.api.order_probe import probe_continuing, probe_order, without_baseline
 from hf_treespec.api.probe import find_position_modules, probe_masks, probe_paths
 from hf_treespec.attention import has_bias_functions, own_structure
 from hf_treespec.cache import is_named, is_order_bound, layer_kind
@@ -81,7 +81,8 @@ def is_supported(model: Any) -> Support:
     """Whether `model` can take a tree in one forward, and by which route.
 
     The static part reads class, config and cache layers. Then a probe compares one small tree with its paths, in a
-    few tiny forwards; the answer is kept per class, config, dtype, device type and attention. A model that takes no
+    few tiny forwards; the answer is kept per class, config, dtype, device type and attention; under autocast its
+    dtype counts. A model that takes no
     tree mask, or whose probe tells that it does not heed it, is probed for the path batch. Between the two, a model
     that counts positions or a bias by distance in cache slots is probed with these corrected.
 
@@ -180,6 +181,8 @@ def _probed(model: PreTrainedModel, asked: PreTrainedModel | None = None) -> tup
         why = f"; its config names {named}: attention that may count in cache slots, farther than a probe can see"
     for route, names in () if structure else _masked_routes(model):
         error, sure = probe_masks(model, route, names)
+        if error is None and _compat.continues_by_itself(model):
+            error, sure = probe_continuing(model, route, names)
         if error is None:
             proof = _PROVEN + _PROVEN_BY[route].format(", ".join(names)) + _attention_hint(asked)
             if route.told_positions and not heeds_gaps(model):
@@ -190,6 +193,8 @@ def _probed(model: PreTrainedModel, asked: PreTrainedModel | None = None) -> tup
         final = final and sure
     if not _keeps_order(model):
         error, sure = probe_paths(model)
+        if error is None and _compat.continues_by_itself(model) and not _compat.is_encoder_decoder(model):
+            error, sure = probe_continuing(model, Route.PATHS)
         if error is None:
             return Support(True, Route.PATHS, _PROVEN_PATHS + why), final
         reasons.append(error)
@@ -252,7 +257,7 @@ def _attention_hint(model: PreTrainedModel) -> str:
 
 def _key(model: PreTrainedModel) -> tuple[Any, ...]:
     base = getattr(type(model), "_treespec_base", type(model))
-    dtype = next((p.dtype for p in model.parameters()), torch.float32)
+    dtype = _compat.working_dtype(model)
     config = model.config.to_json_string(use_diff=False)
     # All places of the weights are looked at only where the first says nothing: a key is made several times a call.
     device = model.device.type

@@ -45,7 +45,8 @@ _FAMILIES = {
     "AutoModelForSpeechSeq2Seq": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
     "AutoModelForMultimodalLM": "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
 }
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+# What `from_pretrained` reads; checkpoints of other programs and states of an optimizer are none.
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
 def doctor(
@@ -93,6 +94,7 @@ def _examine(name: str, options: LoadOptions) -> dict[str, Any]:
     from hf_treespec.cli.models import check_path, load_model, loading
 
     check_path(name, _ARGUMENT)
+    _refuse_adapter(name)
     with loading(_ARGUMENT, f"{name}: no config of a model can be read"):
         config = AutoConfig.from_pretrained(name)
     facts: dict[str, Any] = {"model": name, "model_type": config.model_type, **dict.fromkeys(_FACTS)}
@@ -106,6 +108,24 @@ def _examine(name: str, options: LoadOptions) -> dict[str, Any]:
     model: PreTrainedModel = make(options, family)
     with nullcontext() if with_weights else _one_thread():
         return {**facts, **_facts(model), "weights": "loaded" if with_weights else "none"}
+
+
+def _refuse_adapter(name: str) -> None:
+    """Name the base model of a folder that holds an adapter alone: the config of a model is there."""
+    import json
+
+    from hf_treespec.cli.faults import UsageFault
+    from hf_treespec.cli.models import loading
+
+    folder = Path(name).expanduser()
+    adapter = folder / "adapter_config.json"
+    if not adapter.is_file() or (folder / "config.json").exists():
+        return
+    with loading(_ARGUMENT, f"{adapter} cannot be read"):
+        base = json.loads(adapter.read_text())["base_model_name_or_path"]
+    raise UsageFault(
+        _ARGUMENT, f"{name}: holds a PEFT adapter, which takes a tree as its base model does; pass that: {base}"
+    )
 
 
 @contextmanager

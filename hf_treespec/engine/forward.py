@@ -15,13 +15,14 @@ from hf_treespec import _compat
 from hf_treespec.attention import TreeContext, node_positions, tree_forward_context
 from hf_treespec.cache import RowCache
 from hf_treespec.engine.outputs import KeptStates
+from hf_treespec.errors import UnsupportedModelError
 from hf_treespec.routes import Route
 from hf_treespec.tree import NODES, TokenTree, align_trees, layout_trees
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["TargetForward", "continued_kinds"]
+__all__ = ["TargetForward", "all_logits", "continued_kinds"]
 
 # Passed through `prepare_inputs_for_generation` by the forward itself.
 _OWN_KWARGS = ("attention_mask", "position_ids", "cache", "past_key_values", "logits_to_keep", "inputs_embeds")
@@ -120,8 +121,24 @@ class TargetForward:
             outputs = self._model(**inputs, return_dict=True)
         if self._states is not None:
             self._states.see(outputs)
-        logits: Tensor = outputs.logits
+        logits = all_logits(outputs, nodes)
         return logits if self._slots is None else _take(logits, self._slots)
+
+
+def all_logits(outputs: Any, width: int) -> Tensor:
+    """The logits `[B, Q, V]` of a forward over Q tokens.
+
+    Raises:
+        UnsupportedModelError: if some are left out: many a class of a user's own gives those of the last token alone.
+    """
+    logits: Tensor = outputs.logits
+    if logits.shape[1] < width:
+        raise UnsupportedModelError(
+            f"its forward gives the logits of {logits.shape[1]} of {width} tokens, and a tree needs those of all; let "
+            "it take logits_to_keep"
+        )
+    # Some give more than that to several rows; plain decoding goes by the last.
+    return logits[:, -width:]
 
 
 def _take(logits_BSV: Tensor, slots: Sequence[Sequence[int]]) -> Tensor:

@@ -190,6 +190,7 @@ def _decode(
     device = request.input_ids.device
     last_logits = outputs.logits[:, -1].to(device, copy=True)
     states = KeptStates(wanted_states, outputs, cache.layers) if wanted_states else None
+    model_kwargs = _compat.continued_kwargs(model, outputs, request.model_kwargs)
     del outputs
     vocab = int(last_logits.shape[-1])
     choice = Choice.of(request, NodeScorer(processors, batch), vocab, prompt.known_tokens)
@@ -210,9 +211,7 @@ def _decode(
     stats.new_tokens += batch
     stats.prefill_seconds = time.perf_counter() - start
 
-    rows, forward = make_target(
-        model, request.route, request.traits, request.model_kwargs, cache, carried, prompt, states
-    )
+    rows, forward = make_target(model, request.route, request.traits, model_kwargs, cache, carried, prompt, states)
     longest = None if rules.max_length is None else prompt.slots(rules.max_length)
     rows.roots_only = request.route.masked and not within_reach(model.config, longest, alone=guidance is None)
     last_positions, position_limit = positions_of(model, request.route, prompt)

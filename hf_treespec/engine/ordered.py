@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hf_treespec import _compat
 from hf_treespec.cache import OrderBoundRows, Read
-from hf_treespec.engine.forward import continued_kinds
+from hf_treespec.engine.forward import all_logits, continued_kinds
 from hf_treespec.engine.paths import plan_paths, take_rows
 from hf_treespec.engine.prompt import Prompt
 from hf_treespec.engine.stem import StemChoice
@@ -143,7 +143,7 @@ class OrderedForward:
             prepared["logits_to_keep"] = int(last_only)
         outputs = self._model(**prepared, return_dict=True)
         rows.carried.update(_compat.carried_state(self._model, outputs))
-        logits: Tensor = outputs.logits
+        logits = all_logits(outputs, 1 if last_only else width)
         self.stems.add(tokens_PQ.numel(), time.perf_counter() - start)
         return logits
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from hf_treespec import _compat
 from hf_treespec.attention import learned_position_limit
 from hf_treespec.cache import PathCache
-from hf_treespec.engine.forward import continued_kinds
+from hf_treespec.engine.forward import all_logits, continued_kinds
 from hf_treespec.engine.prompt import Prompt
 from hf_treespec.engine.stem import StemChoice
 from hf_treespec.tree import PATHS, TokenTree
@@ -186,7 +186,7 @@ class PathForward:
             inputs["logits_to_keep"] = 0
         inputs[self._cache_kwarg] = self._cache.cache
         prepared = _compat.prepare_inputs(self._model, tokens_PQ.to(device), **inputs)
-        logits: Tensor = self._model(**prepared, return_dict=True).logits
+        logits = all_logits(self._model(**prepared, return_dict=True), width)
         self.stems.add(tokens_PQ.numel(), time.perf_counter() - start)
         return logits
 

@@ -57,6 +57,8 @@ def tiny_twin(model: _compat.PreTrainedModel) -> Iterator[_compat.PreTrainedMode
             # The caller may be building its model under another device.
             stack.enter_context(torch.device("cpu"))
         stack.enter_context(torch.random.fork_rng(devices=[]))
+        # The twin is no model of the caller's, whose rounding would be looked past.
+        stack.enter_context(torch.autocast("cpu", enabled=False))
         with _compat.quiet_transformers():
             twin = _built(model)
         yield twin

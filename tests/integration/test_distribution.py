@@ -45,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def config(model: Path, folder: Path, **changes: Any) -> Path:
+def config(model: Path, folder: Path, /, **changes: Any) -> Path:
     settings = {
         "model": str(model),
         "drafts": ["noise:0.3"],
@@ -60,7 +60,7 @@ def config(model: Path, folder: Path, **changes: Any) -> Path:
     return path
 
 
-def run(model: Path, folder: Path, *arguments: str, **changes: Any) -> int:
+def run(model: Path, folder: Path, /, *arguments: str, **changes: Any) -> int:
     path = config(model, folder, **changes)
     return distribution.main(["--config", str(path), "--out", str(folder / "out"), "--quiet", *arguments])
 
@@ -249,7 +249,21 @@ def test_large_bugs_are_caught_in_generate(model: Path, name: str) -> None:
      ({"new_tokens": 0}, "new_tokens"),
      ({"family": 2.0}, "family"), ({"colour": 1}, "colour: no such setting"), ({"prompts": {}}, "path or dataset"),
      ({"prompts": {"path": "nowhere.jsonl"}}, "nowhere.jsonl"), ({"drafts": ["layers:2"]}, "keeps 2 of 2"),
-     ({"prompts": {"path": "x", "dataset": "y"}}, "path or dataset"), ({"prompts": {"way": 1}}, "prompts: way")],
+     ({"prompts": {"path": "x", "dataset": "y"}}, "path or dataset"), ({"prompts": {"way": 1}}, "prompts: way"),
+     ({"prompts": "x"}, "prompts: 'x'"), ({"prompts": {"path": "x", "limit": -1}}, "prompts: limit: -1"),
+     ({"prompts": {"path": 5}}, "prompts: path: 5"), ({"prompts": {"path": "x", "chat": 1}}, "prompts: chat: 1"),
+     ({"new_tokens": "64"}, "new_tokens: '64'"), ({"repeats": 1.5}, "repeats: 1.5"), ({"seed": "x"}, "seed: 'x'"),
+     ({"family": "x"}, "family: 'x'"), ({"rules": []}, "rules: []"), ({"rules": 3}, "rules: 3: expected a list"),
+     ({"drafts": [3]}, "drafts: [3]"), ({"drafts": ["noise"]}, "'noise': expected a form such as"),
+     ({"drafts": ["drop:1"]}, "'drop:1': expected a form such as"), ({"drafts": ["/nowhere"]}, "cannot be loaded"),
+     ({"model": "/nowhere"}, "model: '/nowhere' cannot be loaded"), ({"model": 3}, "model: 3"),
+     ({"dtype": "float33"}, "dtype: 'float33'"), ({"sampling": []}, "sampling: "), ({"sampling": [3]}, "sampling: 3"),
+     ({"sampling": [{"temperature": 0}]}, "temperature: 0: expected a number in (0, inf)"),
+     ({"sampling": [{"top_k": 2.5}]}, "top_k: 2.5"), ({"sampling": [{"top_p": 1.5}]}, "top_p: 1.5"),
+     ({"sampling": [{"temperature": 0.12345671}, {"temperature": 0.12345672}]}, "round them to six digits"),
+     ({"tree": "x"}, "tree: 'x'"), ({"tree": {"max_nodes": -1}}, "tree: TreeConfig(max_nodes=-1)"),
+     ({"tree": {"seed": 3}}, "tree: seed"), ({"tree": {"draft": "suffix"}}, "TreeConfig(draft='suffix')"),
+     ({"joint": [1]}, "joint: [1]"), ({"joint": {"samples": 0}}, "joint: samples: 0")],
 )  # fmt: skip
 def test_bad_settings_are_named(
     model: Path, tmp_path: Path, changes: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
@@ -257,6 +271,72 @@ def test_bad_settings_are_named(
     assert run(model, tmp_path, **changes) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and said in error
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [("[1, 2]", "row 0 is [1, 2]"), ("null", "row 0 is None"), ('{"ids": [3, 24]}', "row 0: the model reads ids"),
+     ('{"ids": [3, -1]}', "row 0: the model reads ids from 0 to 23"), ('{"ids": [true]}', "holds True")],
+)  # fmt: skip
+def test_bad_prompts_are_named(
+    model: Path, tmp_path: Path, line: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.jsonl").write_text(line + "\n")
+    assert run(model, tmp_path, prompts={"path": str(tmp_path / "bad.jsonl"), "field": "ids"}) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: prompts: ") and said in error
+
+
+def test_a_folder_that_no_run_has_left_is_named(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(model, tmp_path) == 0
+    shard, told = tmp_path / "out" / "shard-0000.jsonl", tmp_path / "out" / "run.json"
+    whole, right = shard.read_bytes(), told.read_text()
+    for broken in (b"{\n", b"[1]\n", b"{}\n", b"\n"):
+        shard.write_bytes(broken + whole)
+        assert run(model, tmp_path) == 2
+        assert "shard-0000.jsonl: line 1 is broken" in capsys.readouterr().err
+    shard.write_bytes(whole)
+    for broken_text in ("", "{", "[]", "{}"):
+        told.write_text(broken_text)
+        assert run(model, tmp_path) == 2
+        assert "run.json cannot be read" in capsys.readouterr().err
+    told.write_text(right)
+    assert run(model, tmp_path) == 0
+    (tmp_path / "file").write_text("")
+    path = str(config(model, tmp_path))
+    assert distribution.main(["--config", path, "--out", str(tmp_path / "file"), "--quiet"]) == 2
+    assert "no folder for results" in capsys.readouterr().err
+
+
+def test_one_value_counts_as_a_list_and_an_empty_one_as_none(model: Path, tmp_path: Path) -> None:
+    tree = {"max_nodes": 6, "fallback": False}
+    assert run(model, tmp_path, rules="coupled", drafts="noise:0.3", sampling={"top_k": 5}, joint=None, tree=tree) == 0
+    assert [arm["arm"] for arm in numbers(tmp_path)["arms"]] == ["coupled noise:0.3 top_k=5"]
+
+
+def test_no_arm_counts_twice() -> None:
+    settings = Settings(rules=("coupled", "coupled"), drafts=("ngram", "ngram"), sampling=({}, {"temperature": 1.0}))
+    assert [arm.name for arm in settings.arms()] == ["coupled ngram"]
+
+
+def test_a_prompt_that_comes_again_gives_other_texts(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "same.jsonl").write_text('{"ids": [3, 5, 7]}\n' * 3)
+    assert run(model, tmp_path, prompts={"path": str(tmp_path / "same.jsonl"), "field": "ids"}, repeats=3) == 0
+    found = read_shards(tmp_path / "out").values()
+    for rule in ("coupled", "traversal"):
+        places = [tuple(one["place_p"]) for one in found if one["arm"] == f"{rule} noise:0.3"]
+        assert len(places) == len(set(places)) == 3
+
+
+def test_a_smaller_limit_judges_what_it_says(model: Path, tmp_path: Path) -> None:
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    whole.mkdir(), part.mkdir()
+    run(model, part, "--limit", "1")
+    run(model, whole)
+    run(model, whole, "--limit", "1")
+    assert numbers(whole) == numbers(part)
 
 
 def test_a_model_that_shapes_its_law_by_itself_is_noticed(

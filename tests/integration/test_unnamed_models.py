@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -97,3 +98,63 @@ def test_a_state_on_a_module_follows_the_accepted_path(batch: int, sampling: dic
 def test_a_model_that_forgets_is_decoded_plainly(batch: int, sampling: dict[str, Any]) -> None:
     pair = both(batch, forgets=True, **sampling)
     assert pair.stats.drafted_nodes == 0
+
+
+class FlaggedLlama(LlamaForCausalLM):
+    """Its own rule for the arguments of the next forward says that the first one is over, as some remote code does."""
+
+    counts = False
+
+    @functools.wraps(LlamaForCausalLM.forward)
+    def forward(self, *args: Any, later: int = 0, **kwargs: Any) -> Any:
+        outputs = super().forward(*args, **kwargs)
+        outputs.logits = outputs.logits.roll(later, -1)
+        return outputs
+
+    def _update_model_kwargs_for_generation(self, outputs: Any, model_kwargs: Any, **kwargs: Any) -> Any:
+        model_kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, **kwargs)
+        return {**model_kwargs, "later": model_kwargs.get("later", 0) + 1 if self.counts else 3}
+
+
+class CountingLlama(FlaggedLlama):
+    """That rule says something else at each token, which no tree could follow."""
+
+    counts = True
+
+
+class LastLogitsLlama(LlamaForCausalLM):
+    """Gives the logits of the last token of a forward, whatever is asked for."""
+
+    @functools.wraps(LlamaForCausalLM.forward)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().forward(*args, **kwargs)
+        outputs.logits = outputs.logits[:, -1:]
+        return outputs
+
+
+def of_class(kind: type[LlamaForCausalLM]) -> PreTrainedModel:
+    model = build("llama")
+    model.__class__ = kind
+    return model
+
+
+@batches
+@samplings
+def test_arguments_go_on_by_the_rule_of_the_class(batch: int, sampling: dict[str, Any]) -> None:
+    models = of_class(FlaggedLlama), enable(of_class(FlaggedLlama))
+    assert is_supported(models[1]).route.masked
+    ids, mask = prompt("llama", batch)
+    pair = twice(ids, mask, models=models, max_new_tokens=20, **sampling)
+    assert_lively(pair.expected)
+    assert pair.stats.accepted_tokens > 0
+
+
+def test_arguments_that_change_with_every_token_are_found_out() -> None:
+    support = is_supported(of_class(CountingLlama))
+    assert not support.ok and "its own _update_model_kwargs_for_generation changes" in support.reason, support
+
+
+def test_a_model_that_leaves_logits_out_is_refused() -> None:
+    support = is_supported(of_class(LastLogitsLlama))
+    assert not support.ok, support
+    assert support.reason.startswith("the probe was refused: its forward gives the logits of 1 of 16 tokens"), support

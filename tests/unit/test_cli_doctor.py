@@ -57,6 +57,8 @@ def test_doctor_reads_a_config_without_weights(treespec: Run, tmp_path: Path) ->
     from transformers import GPT2Config, MistralConfig
 
     GPT2Config().save_pretrained(tmp_path)
+    for other in ("training_args.bin", "optimizer.pt", "consolidated.00.pth"):
+        (tmp_path / other).write_bytes(b"")
     code, facts = doctor(treespec, tmp_path)
     assert (code, facts["class"], facts["ok"], facts["weights"]) == (0, "GPT2LMHeadModel", True, "none")
     assert (facts["learned_positions"], facts["vocabulary"]) == (1024, 50257)
@@ -176,6 +178,16 @@ def test_doctor_errors(treespec: Run, one_error: Check, llama_folder: str, tmp_p
     one_error(treespec("doctor", llama_folder, "--dtype", "int4"), "--dtype: ")
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 10, "num_attention_heads": 0}')
     one_error(treespec("doctor", tmp_path), "MODEL_OR_CONFIG: ")
+
+
+def test_doctor_names_the_base_of_an_adapter(
+    treespec: Run, one_error: Check, llama_folder: str, tmp_path: Path
+) -> None:
+    adapter = tmp_path / "adapter_config.json"
+    adapter.write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": llama_folder}))
+    one_error(treespec("doctor", tmp_path), "MODEL_OR_CONFIG: ", f"pass that: {llama_folder}")
+    adapter.write_text("[]")
+    one_error(treespec("doctor", tmp_path), "MODEL_OR_CONFIG: ", "adapter_config.json cannot be read")
 
 
 # env

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from drafts import make_draft
+from expected import SettingsError
 from promptsource import PromptSource
-from settings import SettingsError
 from tiny import stock
 
 

@@ -334,6 +334,23 @@ def test_an_answer_is_kept_per_class_config_dtype_and_attention() -> None:
     assert probed(llama(type("Fresh", (Llama,), {})))
 
 
+def test_under_autocast_rounding_is_no_error_and_the_answer_its_own() -> None:
+    # Of this class and config nothing else is asked.
+    model = llama(hidden_size=32, intermediate_size=40)
+    with torch.autocast("cpu", torch.bfloat16):
+        support = is_supported(model)
+    assert support.ok and support.route == "mask", support
+    with torch.device("meta"):
+        empty = llama(hidden_size=48, intermediate_size=40)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "a probe tree equals its paths, in a tiny twin" in is_supported(empty).reason
+    # What passes at low precision is judged again without it.
+    forgetful = llama(ForgetfulLlama, hidden_size=32)
+    with torch.autocast("cpu", torch.bfloat16):
+        is_supported(forgetful)
+    assert is_supported(forgetful).route == "paths"
+
+
 class MoodyLlama(Llama):
     """Fails for as long as it is told to."""
 
