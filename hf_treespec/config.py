@@ -21,7 +21,7 @@ CONFIG_NAME = "tree_config.json"
 SCHEMA_VERSION = 1
 
 # Sources that need no second model; several may draft together.
-SOURCES = ("ngram", "suffix", "recycle")
+SOURCES = ("ngram", "suffix", "recycle", "lookahead")
 _JOINABLE = ("model", *SOURCES)
 _DRAFTS = ("auto", *_JOINABLE)
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -44,6 +44,7 @@ _OPTIONS: dict[str, dict[str, tuple[int | None, tuple[int, int] | type]]] = {
     "ngram": {"max_match": (8, (1, 64))},
     "suffix": {"index": (None, Path)},
     "recycle": {"candidates": (8, (1, 64)), "keep": (True, bool)},
+    "lookahead": {"window": (3, (1, 64)), "ngram": (3, (2, 16)), "candidates": (8, (1, 256))},
 }
 
 
@@ -57,7 +58,8 @@ class TreeConfig:
         draft: where trees come from: ``"model"`` (the `assistant_model` of the call); ``"ngram"`` (what followed the
             same few tokens in the prompt and the text so far); ``"suffix"`` (the same with contexts of any length,
             and a corpus on disk if one is named); ``"recycle"`` (the target's own top candidates at earlier nodes);
-            or ``"auto"``: the assistant if one is given, n-grams otherwise. Several sources, such as
+            ``"lookahead"`` (n-grams that the target makes up in a Jacobi window, which takes part of the nodes); or
+            ``"auto"``: the assistant if one is given, n-grams otherwise. Several sources, such as
             ``("ngram", "recycle")`` or ``("model", "ngram")``, grow one tree together; the model then drafts in the
             rounds in which that is worth its time (with ``fallback="off"`` in all).
         max_nodes: drafted nodes of a tree, the root not counted. 0 is plain decoding on the same noise: the reference
@@ -87,7 +89,9 @@ class TreeConfig:
         draft_options: options by source, such as ``{"recycle": {"candidates": 12}}``; those of sources that do not
             draft have no effect. ``ngram``: `max_match`, longest context in tokens (8). ``suffix``: `index`, path of
             a corpus index that `treespec index` made (None). ``recycle``: `candidates`, kept of each token (8), and
-            `keep`, whether what is learnt in a call serves the next calls of the model too (True).
+            `keep`, whether what is learnt in a call serves the next calls of the model too (True). ``lookahead``:
+            `window`, columns guessed ahead (3), `ngram`, tokens of an n-gram (3), and `candidates`, n-grams kept of
+            each first token (8); the window takes `window * (ngram - 1)` nodes, at most half of `max_nodes`.
 
     Raises:
         TreeConfigError: if a field has a value that cannot work.

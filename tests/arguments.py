@@ -280,6 +280,7 @@ TREES: list[Any] = [
             {"growth": "static", "max_children": 2},
             {"draft": "ngram"},
             {"draft": ("suffix", "recycle")},
+            {"draft": ("ngram", "lookahead")},
             {"draft": "model"},
             {"attention": "eager"},
             {"on_stateful_processor": "error"},

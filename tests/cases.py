@@ -51,7 +51,7 @@ PROCESSORS: tuple[dict[str, Any], ...] = (
 # About every ninth token ends a row.
 ENDS: tuple[list[int] | None, ...] = (None, [5, 6, 7, 9, 14, 23, 31, 40, 52])
 # Sources of the library that need no model.
-OWN = ("ngram", "suffix", "recycle")
+OWN = ("ngram", "suffix", "recycle", "lookahead")
 KINDS = (*sorted(MAKERS), "model", *OWN)
 
 

@@ -3,6 +3,7 @@
 from hf_treespec.draft.base import CreditedDraft, Draft, DraftRow, LearningDraft, WeighingDraft
 from hf_treespec.draft.corpus import CorpusIndex, build_corpus_index, open_corpus_index, tokenizer_fingerprint
 from hf_treespec.draft.joined import JoinedDraft
+from hf_treespec.draft.lookahead import LookaheadPredictor
 from hf_treespec.draft.model import ModelDraft
 from hf_treespec.draft.ngram import ContextPredictor, NgramDraft, SuffixDraft, ngram_predictor, suffix_predictor
 from hf_treespec.draft.recycle import RecyclePredictor, RecycleTable, forget_tables, table_of
@@ -19,6 +20,7 @@ __all__ = [
     "DraftRow",
     "JoinedDraft",
     "LearningDraft",
+    "LookaheadPredictor",
     "ModelDraft",
     "NgramDraft",
     "Predictor",

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hf_treespec.draft.base import DraftRow
 from hf_treespec.errors import TreeConfigError
-from hf_treespec.tree import GROWTH_POLICIES, Candidate, TokenTree, TreeBuilder, TreeLimits, grow
+from hf_treespec.tree import GROWTH_POLICIES, Candidate, TokenTree, TreeBuilder, TreeLimits, grow, with_asked
 from hf_treespec.verify import DraftLaws
 
 __all__ = ["Predictor", "TextDraft"]
@@ -44,11 +44,13 @@ class Predictor:
         name: what the statistics call it.
         learns: whether `observe` is to be called.
         judged: whether `judge` is to be called.
+        asks: whether `asked` is to be called.
     """
 
     name: str
     learns = False
     judged = False
+    asks = False
 
     def begin(self, row: DraftRow) -> None:
         """Read the tokens of a row that came since the last call. Called before its tree is grown."""
@@ -66,6 +68,18 @@ class Predictor:
             Token to probability; of equal ones the first is preferred. Empty where the predictor abstains.
         """
         raise NotImplementedError
+
+    def asked(self, row: DraftRow, limits: TreeLimits) -> Sequence[tuple[Sequence[int], float]]:
+        """Paths that the target is to read for what it says of them, whether it accepts them or not.
+
+        Args:
+            row: row of the tree, after `begin`.
+            limits: of the whole tree; candidates get what the paths leave of it.
+
+        Returns:
+            Per path its tokens below the root, and the worth of reading one of its nodes, in accepted tokens.
+        """
+        return ()
 
     def judge(self, shares: Mapping[int, float], token: int) -> None:
         """Learn that `token` followed a node for which `shares` were told."""
@@ -146,8 +160,12 @@ class TextDraft:
             tree = grow([root], expander, [limit], self.growth)[0][0]
             if self._judges:
                 self._told[row.index] = _Told(len(row.tokens), expander.told)
+            origins = self._credit(tree, expander.told, limit.max_children)
+            for predictor in self.predictors:
+                if predictor.asks:
+                    tree, origins = _asking(tree, origins, predictor, row, limit)
             trees.append(tree)
-            self.origins.append(self._credit(tree, expander.told, limit.max_children))
+            self.origins.append(origins)
         return trees
 
     def laws(self, batch: int) -> DraftLaws | None:
@@ -226,6 +244,18 @@ class TextDraft:
             known = [p.name for p, one in zip(self.predictors, shares, strict=True) if token in one]
             origins.append(tuple(names or known))
         return origins
+
+
+def _asking(
+    tree: TokenTree, origins: Sequence[tuple[str, ...]], predictor: Predictor, row: DraftRow, limits: TreeLimits
+) -> tuple[TokenTree, list[tuple[str, ...]]]:
+    """The tree with the paths that a predictor asks for, which it proposes with that."""
+    whole = with_asked(tree, predictor.asked(row, limits), limits)
+    credit = []
+    for node, candidate in enumerate(whole.candidates):
+        names = () if candidate is None else origins[candidate]
+        credit.append((*names, predictor.name) if node in whole.asked and predictor.name not in names else names)
+    return whole.tree, credit
 
 
 class _RowExpander:

@@ -15,6 +15,7 @@ from hf_treespec.draft import (
     Draft,
     DraftRow,
     JoinedDraft,
+    LookaheadPredictor,
     ModelDraft,
     Predictor,
     RecyclePredictor,
@@ -99,6 +100,8 @@ def _predictor(name: str, request: Request, vocab: int) -> Predictor:
         path = options["index"]
         # It was compared with the model when the call was checked.
         return suffix_predictor(corpus=None if path is None else open_corpus_index(path))
+    if name == "lookahead":
+        return LookaheadPredictor(**options, readable=min(vocab, _compat.embedding_rows(request.target)))
     temperature = request.generation_config.temperature if request.generation_config.do_sample else None
     size = vocab, options["candidates"]
     return RecyclePredictor(

@@ -1,6 +1,7 @@
 """Token trees as plain data: topology, growth, tensor layout, JSON. No transformers here."""
 
 from hf_treespec.tree.align import align_trees
+from hf_treespec.tree.asked import AskedTree, with_asked
 from hf_treespec.tree.codec import shape_from_json, shape_to_json, tree_from_json, tree_to_json
 from hf_treespec.tree.growth import GROWTH_POLICIES, Candidate, Expander, grow, grow_adapted
 from hf_treespec.tree.layout import TreeLayout, layout_trees, pack_bits, unpack_words
@@ -12,6 +13,7 @@ __all__ = [
     "GROWTH_POLICIES",
     "NODES",
     "PATHS",
+    "AskedTree",
     "Candidate",
     "Expander",
     "Measure",
@@ -31,4 +33,5 @@ __all__ = [
     "tree_from_json",
     "tree_to_json",
     "unpack_words",
+    "with_asked",
 ]

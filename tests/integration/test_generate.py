@@ -104,6 +104,7 @@ SAME_TEXT: dict[str, dict[str, Any]] = {
     "ngram": {"tree_config": OFF.replace(draft="ngram")},
     "suffix": {"tree_config": OFF.replace(draft="suffix")},
     "recycle": {"tree_config": OFF.replace(draft="recycle")},
+    "lookahead": {"tree_config": OFF.replace(draft="lookahead")},
     "ngram+recycle": {"tree_config": OFF.replace(draft=("ngram", "recycle"))},
     "fallback": {"tree_config": TreeConfig(), "assistant_model": draft},
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tiny import MARGIN, WIDTH, assert_same_text, cache_argument, new_cache, pro
 
 batches = pytest.mark.parametrize("batch", [1, 3])
 samplings = pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["t0", "t0.9"])
-ALL = ("ngram", "suffix", "recycle")
+ALL = ("ngram", "suffix", "recycle", "lookahead")
 
 
 def among(*drafts: Any) -> pytest.MarkDecorator:
@@ -82,7 +83,7 @@ def same_text(
 @pytest.mark.parametrize("route", ROUTES)
 @batches
 @samplings
-@among("recycle", ALL)
+@among("recycle", "lookahead", ("ngram", "lookahead"), ALL)
 @pytest.mark.filterwarnings("ignore::hf_treespec.TreeSpecWarning")
 def test_any_source_equals_no_tree(route: str, batch: int, sampling: dict[str, Any], draft: Any) -> None:
     stock, treed, inputs, family = ROUTES[route]
@@ -101,7 +102,7 @@ def test_any_source_equals_no_tree(route: str, batch: int, sampling: dict[str, A
         assert len(names) > 1 or by_source.get(names[0], 0) == total
 
 
-@among("suffix", "recycle", ("ngram", "recycle"))
+@among("suffix", "recycle", "lookahead", ("ngram", "recycle"))
 @samplings
 @batches
 def test_ends_caches_and_the_fallback(draft: Any, sampling: dict[str, Any], batch: int) -> None:
@@ -129,11 +130,23 @@ def test_prompts_that_nobody_has_ids_of(draft: Any, batch: int) -> None:
 
 
 @pytest.mark.parametrize("rule", ["rrs", "block"])
-def test_independent_rules_take_the_nodes_as_certain(rule: str) -> None:
-    config = OFF.replace(verification=rule, draft="suffix")
+@among("suffix", "lookahead")
+def test_independent_rules_take_the_nodes_as_certain(draft: Any, rule: str) -> None:
+    config = OFF.replace(verification=rule, draft=draft)
     call = {**mask_inputs(3), "do_sample": True, "max_new_tokens": NEW, "tree_config": config}
     one, two = (tiny.treed("llama").generate(**call) for _ in range(2))
     assert one.shape == (3, WIDTH + NEW) and torch.equal(one, two)
+
+
+@among("suffix", "lookahead")
+def test_under_independent_rules_a_row_has_one_text_alone_and_in_a_batch(draft: Any) -> None:
+    """What is learnt of one row moves no coin of another."""
+    call = {"do_sample": True, "max_new_tokens": NEW, "tree_config": OFF.replace(verification="rrs", draft=draft)}
+    (ids, mask), model = prompt("llama", 3), tiny.treed("llama")
+    whole = real_texts(model.generate(ids, attention_mask=mask, **call), mask)
+    for row in range(3):
+        alone = ids[row : row + 1, mask[row].bool()]
+        assert model.generate(alone, attention_mask=torch.ones_like(alone), **call)[0].tolist() == whole[row]
 
 
 @among("recycle", ALL)
@@ -146,7 +159,7 @@ def test_a_table_that_knows_the_coins_is_refused_under_independent_rules(draft: 
     same_text(model, mask_inputs(1), config, tiny.stock("llama"), do_sample=False)
 
 
-@among("recycle", ALL)
+@among("recycle", "lookahead", ALL)
 def test_nearly_no_temperature(draft: Any) -> None:
     config = OFF.replace(draft=draft)
     call = {**mask_inputs(1), "do_sample": True, "temperature": 1e-3, "max_new_tokens": NEW}
@@ -160,8 +173,8 @@ def test_nearly_no_temperature(draft: Any) -> None:
 CYCLE = (3, 9, 4, 17, 11, 8, 20)
 
 
-def periodic() -> PreTrainedModel:
-    """A model whose next token is a function of the last one: it walks through CYCLE for ever."""
+def periodic(cycle: tuple[int, ...] = CYCLE) -> PreTrainedModel:
+    """A model whose next token is a function of the last one: it walks through a cycle for ever."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=24, hidden_size=64, intermediate_size=8, num_hidden_layers=1, num_attention_heads=4,
@@ -176,12 +189,12 @@ def periodic() -> PreTrainedModel:
         table = torch.randn(24, 64, dtype=torch.float64)
         model.model.embed_tokens.weight.copy_(table)
         model.lm_head.weight.zero_()
-        for token, following in zip(CYCLE, (*CYCLE[1:], CYCLE[0]), strict=True):
+        for token, following in zip(cycle, (*cycle[1:], cycle[0]), strict=True):
             model.lm_head.weight[following] = table[token]
     return model
 
 
-@among("ngram", "suffix", "recycle", ALL)
+@among("ngram", "suffix", "recycle", "lookahead", ALL)
 @batches
 @samplings
 def test_a_text_that_repeats_is_accepted_whole(draft: Any, batch: int, sampling: dict[str, Any]) -> None:
@@ -219,6 +232,24 @@ def test_recycling_needs_no_earlier_occurrence() -> None:
     disable(model)
     enable(model).generate(start, tree_config=config, max_new_tokens=7, do_sample=False)
     assert model.treespec_stats.rounds > 1
+
+
+def test_lookahead_makes_up_what_no_text_has_held() -> None:
+    """Here no token is followed by the one that the target has for it, until the text comes round after 20 of them."""
+    cycle = tuple(range(3, 23))
+    start = [cycle[7 * place % 20] for place in range(20)]
+    assert not {*pairwise(start)} & {*pairwise((*cycle, cycle[0]))}
+    model, rounds = enable(periodic(cycle)), {}
+    # Chains have no room for a window.
+    for name, changes in (("tree", {}), ("chain", {"max_children": 1}), ("ngram", {"draft": "ngram"})):
+        config = OFF.replace(**{"draft": "lookahead", **changes})
+        text = model.generate(torch.tensor([start]), tree_config=config, max_new_tokens=64, do_sample=False)
+        first = cycle.index(start[-1]) + 1
+        assert text[0, 20:].tolist() == [cycle[(first + place) % 20] for place in range(64)]
+        rounds[name] = model.treespec_stats.rounds
+    # The first token is the prefill's; 19 tokens one by one, then paths of 7.
+    assert rounds["chain"] == rounds["ngram"] == 19 + 7
+    assert rounds["tree"] == 18
 
 
 def test_a_corpus_is_accepted_whole(tmp_path: Path) -> None:

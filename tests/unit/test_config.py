@@ -20,7 +20,7 @@ from hf_treespec import TreeConfig, TreeConfigError, TreeSpecError, TreeSpecWarn
 from hf_treespec.tree import TreeLimits
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "draft": ("auto", "model", "ngram", "suffix", "recycle"),
+    "draft": ("auto", "model", "ngram", "suffix", "recycle", "lookahead"),
     "growth": ("static", "best_first", "dynamic"),
     "verification": (
         "coupled",
@@ -128,7 +128,7 @@ def test_sources_that_cannot_draft_together_are_named(value: Any) -> None:
     with pytest.raises(TreeConfigError) as caught:
         TreeConfig(draft=value)
     assert f"TreeConfig(draft={value!r}): expected one of 'auto'" in str(caught.value)
-    assert "or a tuple of different ones of 'model', 'ngram', 'suffix', 'recycle'" in str(caught.value)
+    assert "or a tuple of different ones of 'model', 'ngram', 'suffix', 'recycle', 'lookahead'" in str(caught.value)
 
 
 def test_options_have_defaults_and_are_copied() -> None:
@@ -138,6 +138,7 @@ def test_options_have_defaults_and_are_copied() -> None:
     assert config.options_of("recycle") == {"candidates": 12, "keep": True}
     assert config.options_of("suffix") == {"index": str(Path("a") / "b")}
     assert config.options_of("ngram") == {"max_match": 8}
+    assert config.options_of("lookahead") == {"window": 3, "ngram": 3, "candidates": 8}
     assert TreeConfig().draft_options == {} and TreeConfig().options_of("suffix") == {"index": None}
 
 
@@ -153,6 +154,11 @@ def test_options_have_defaults_and_are_copied() -> None:
         ({"recycle": {"candidates": True}}, "recycle['candidates']=True: expected an integer in [1, 64]"),
         ({"recycle": {"keep": 1}}, "recycle['keep']=1: expected True or False"),
         ({"suffix": {"index": ""}}, "suffix['index']='': expected the path of a file, or None"),
+        ({"lookahead": {"window": 0}}, "lookahead['window']=0: expected an integer in [1, 64]"),
+        ({"lookahead": {"ngram": 1}}, "lookahead['ngram']=1: expected an integer in [2, 16]"),
+        ({"lookahead": {"ngram": 2.0}}, "lookahead['ngram']=2.0: expected an integer in [2, 16]"),
+        ({"lookahead": {"candidates": 257}}, "lookahead['candidates']=257: expected an integer in [1, 256]"),
+        ({"lookahead": {"level": 3}}, "no such option; expected one of 'window', 'ngram', 'candidates'"),
         ({"suffix": {"index": 3}}, "suffix['index']=3: expected the path of a file, or None"),
     ],
 )
@@ -190,6 +196,9 @@ CONFIGS = st.builds(
             "ngram": st.fixed_dictionaries({}, optional={"max_match": st.integers(1, 64)}),
             "suffix": st.fixed_dictionaries({}, optional={"index": st.none() | st.just("corpus.tsx")}),
             "recycle": st.fixed_dictionaries({}, optional={"candidates": st.integers(1, 64), "keep": st.booleans()}),
+            "lookahead": st.fixed_dictionaries(
+                {}, optional={"window": st.integers(1, 64), "ngram": st.integers(2, 16)}
+            ),
         },
     ),
 )
