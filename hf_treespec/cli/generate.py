@@ -48,7 +48,11 @@ def generate(
     growth: Annotated[str | None, typer.Option("--growth", help="best_first, static or dynamic.")] = None,
     draft: Annotated[
         str | None,
-        typer.Option("--draft", help="auto, model, ngram, suffix or recycle; or some of the last four: model,ngram."),
+        typer.Option(
+            "--draft",
+            help="auto, model, early_exit or layer_skip (name layers in --config), ngram, suffix or recycle; or some "
+            "of model and the last three: model,ngram.",
+        ),
     ] = None,
     corpus: Annotated[
         Path | None, typer.Option("--corpus", help="Index of texts for --draft suffix; see treespec index.")

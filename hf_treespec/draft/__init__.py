@@ -3,11 +3,14 @@
 from hf_treespec.draft.base import CreditedDraft, Draft, DraftRow, LearningDraft, WeighingDraft
 from hf_treespec.draft.corpus import CorpusIndex, build_corpus_index, open_corpus_index, tokenizer_fingerprint
 from hf_treespec.draft.joined import JoinedDraft
+from hf_treespec.draft.layers import LayerDraft
+from hf_treespec.draft.levels import LevelReader
 from hf_treespec.draft.model import ModelDraft
 from hf_treespec.draft.ngram import ContextPredictor, NgramDraft, SuffixDraft, ngram_predictor, suffix_predictor
 from hf_treespec.draft.recycle import RecyclePredictor, RecycleTable, forget_tables, table_of
 from hf_treespec.draft.retokenize import RetokenizedDraft
 from hf_treespec.draft.sampling import ChildSampler
+from hf_treespec.draft.skipping import LayerPlan, skippable, skipping
 from hf_treespec.draft.text import Predictor, TextDraft
 
 __all__ = [
@@ -18,7 +21,10 @@ __all__ = [
     "Draft",
     "DraftRow",
     "JoinedDraft",
+    "LayerDraft",
+    "LayerPlan",
     "LearningDraft",
+    "LevelReader",
     "ModelDraft",
     "NgramDraft",
     "Predictor",
@@ -32,6 +38,8 @@ __all__ = [
     "forget_tables",
     "ngram_predictor",
     "open_corpus_index",
+    "skippable",
+    "skipping",
     "suffix_predictor",
     "table_of",
     "tokenizer_fingerprint",
