@@ -123,13 +123,14 @@ def test_text_and_cache_are_those_of_plain_decoding(family: str, batch: int, sam
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@batches
 @samplings
-def test_all_layers_are_always_right(family: str, sampling: dict[str, Any]) -> None:
-    ids, mask = inputs(family, 1)
+def test_all_layers_are_always_right(family: str, batch: int, sampling: dict[str, Any]) -> None:
+    ids, mask = inputs(family, batch)
     out = treed(family).generate(
         ids, attention_mask=mask, max_new_tokens=NEW, tree_config=early(LAYERS, CHAINS), **sampling
     )
-    assert_same_text(plain(family, 1, sampling["do_sample"]).sequences, out)
+    assert_same_text(plain(family, batch, sampling["do_sample"]).sequences, out)
     stats = treed(family).treespec_stats
     assert stats.accepted_tokens == stats.drafted_nodes > 0
     assert stats.rounds == -(-(NEW - 1) // 5)
