@@ -156,8 +156,10 @@ def test_models_that_count_slots(family: str, batch: int, sampling: dict[str, An
 
 @functools.cache
 def slot_pair(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
-    count = {"bart": "decoder_layers", "roformer": "num_hidden_layers", "bloom": "n_layer", "mpt": "n_layers"}[family]
-    made = [fainted(slot_models.build(family, **{count: 3}), (1, 2)) for _ in range(2)]
+    names = {"roformer": ("num_hidden_layers",), "bloom": ("n_layer",), "mpt": ("n_layers",)}
+    # The cache of a Bart decoder has as many layers as its config counts for an encoder.
+    counts = dict.fromkeys(names.get(family, ("decoder_layers", "encoder_layers")), 3)
+    made = [fainted(slot_models.build(family, **counts), (1, 2)) for _ in range(2)]
     return enable(made[0]), made[1]
 
 
@@ -509,16 +511,18 @@ def test_compiled_parts_are_refused() -> None:
 def test_the_search_finds_the_layers_that_say_nothing() -> None:
     """Of six layers two add hardly anything: a draft without them is right, and costs a third less."""
     model = fainted(tiny.build("llama", num_hidden_layers=6), (1, 4), 1e-4)
-    prompts = [dict(zip(("input_ids", "attention_mask"), prompt("llama", 1, seed), strict=True)) for seed in range(2)]
+    prompts = [dict(zip(("input_ids", "attention_mask"), prompt("llama", 1), strict=True))]
     tried: list[Any] = []
-    search = {"trials": 40, "max_new_tokens": 12, "tree_config": OFF}
-    found = find_layer_skip(model, prompts, report=tried.append, seed=1, **search)
+    search = {"max_new_tokens": 10, "tree_config": OFF, "seed": 1}
+    found = find_layer_skip(model, prompts, report=tried.append, trials=30, **search)
     assert {1, 4} <= set(found.skip) and found.layers == 6
     assert found.gain == max(one.gain for one in tried) > 1.15
-    assert len(tried) == 40 and len({one.skip for one in tried}) == 40
-    assert not hasattr(model, "treespec_stats") and type(model).__name__ == type(stock("llama")).__name__
-    again = find_layer_skip(model, prompts, seed=1, **{**search, "trials": 12})
-    assert [one.skip for one in tried[:12]].count(again.skip) == 1
+    # It ends early if all sets near the best one have been tried.
+    assert 8 < len(tried) == len({one.skip for one in tried}) <= 30
+    assert not hasattr(model, "treespec_stats") and type(model) is type(tiny.stock("llama"))
+    again: list[Any] = []
+    find_layer_skip(model, prompts, report=again.append, trials=4, **search)
+    assert again == tried[:4]
     text = enable(model).generate(**prompts[0], tree_config=found.config, max_new_tokens=12, do_sample=False)
     assert model.treespec_stats.draft == "layer_skip"
     assert_same_text(model.generate(**prompts[0], max_new_tokens=12, do_sample=False), text)
