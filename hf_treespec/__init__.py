@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hf_treespec.api.auto import AutoTreeSpecModelForCausalLM
     from hf_treespec.api.enable import disable, enable, install, uninstall
+    from hf_treespec.api.layer_search import LayerSkip, find_layer_skip
     from hf_treespec.api.support import Support, is_supported
     from hf_treespec.config import TreeConfig
     from hf_treespec.errors import (
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AutoTreeSpecModelForCausalLM",
+    "LayerSkip",
     "Support",
     "TreeConfig",
     "TreeConfigError",
@@ -34,6 +36,7 @@ __all__ = [
     "__version__",
     "disable",
     "enable",
+    "find_layer_skip",
     "install",
     "is_supported",
     "uninstall",
@@ -42,6 +45,7 @@ __all__ = [
 # Loaded on first use: importing transformers takes seconds, which `treespec --help` and a TreeConfig can do without.
 _HOMES = {
     "AutoTreeSpecModelForCausalLM": "api",
+    "LayerSkip": "api",
     "Support": "api",
     "TreeConfig": "config",
     "TreeConfigError": "errors",
@@ -52,6 +56,7 @@ _HOMES = {
     "UnsupportedModelError": "errors",
     "disable": "api",
     "enable": "api",
+    "find_layer_skip": "api",
     "install": "api",
     "is_supported": "api",
     "uninstall": "api",

@@ -15,7 +15,7 @@ from hf_treespec.errors import TreeConfigError, TreeSpecWarning
 from hf_treespec.rules import COUPLED, RULES
 from hf_treespec.tree import GROWTH_POLICIES, TreeLimits
 
-__all__ = ["CONFIG_NAME", "SCHEMA_VERSION", "SOURCES", "TreeConfig"]
+__all__ = ["CONFIG_NAME", "LAYER_DRAFTS", "SCHEMA_VERSION", "SOURCES", "TreeConfig"]
 
 CONFIG_NAME = "tree_config.json"
 SCHEMA_VERSION = 1
@@ -23,7 +23,9 @@ SCHEMA_VERSION = 1
 # Sources that need no second model; several may draft together.
 SOURCES = ("ngram", "suffix", "recycle", "lookahead")
 _JOINABLE = ("model", *SOURCES)
-_DRAFTS = ("auto", *_JOINABLE)
+# The target itself without some of its layers.
+LAYER_DRAFTS = ("early_exit", "layer_skip")
+_DRAFTS = ("auto", *_JOINABLE, *LAYER_DRAFTS)
 _CHOICES: dict[str, tuple[str, ...]] = {
     "growth": GROWTH_POLICIES,
     "verification": (COUPLED, *RULES),
@@ -39,12 +41,15 @@ _INTEGERS: dict[str, tuple[int, int]] = {
     "random_children": (0, 2),
 }
 _SEED_LIMIT = 1 << 63
-# Options of each source: default and what is expected, an integer in a range, a bool, or the path of a file.
+# Options of each source: default and what is expected, an integer in a range, a bool, the path of a file, or a list of
+# layer numbers.
 _OPTIONS: dict[str, dict[str, tuple[int | None, tuple[int, int] | type]]] = {
     "ngram": {"max_match": (8, (1, 64))},
     "suffix": {"index": (None, Path)},
     "recycle": {"candidates": (8, (1, 64)), "keep": (True, bool)},
     "lookahead": {"window": (3, (1, 64)), "ngram": (3, (2, 16)), "candidates": (8, (1, 256))},
+    "early_exit": {"layer": (None, (1, 4096))},
+    "layer_skip": {"skip": (None, list)},
 }
 
 
@@ -55,13 +60,15 @@ class TreeConfig:
     That is so for the default `verification`; other rules say of themselves what they keep.
 
     Args:
-        draft: where trees come from: ``"model"`` (the `assistant_model` of the call); ``"ngram"`` (what followed the
-            same few tokens in the prompt and the text so far); ``"suffix"`` (the same with contexts of any length,
-            and a corpus on disk if one is named); ``"recycle"`` (the target's own top candidates at earlier nodes);
-            ``"lookahead"`` (n-grams that the target makes up in a Jacobi window, which takes part of the nodes); or
-            ``"auto"``: the assistant if one is given, n-grams otherwise. Several sources, such as
-            ``("ngram", "recycle")`` or ``("model", "ngram")``, grow one tree together; the model then drafts in the
-            rounds in which that is worth its time (with ``fallback="off"`` in all).
+        draft: where trees come from: ``"model"`` (the `assistant_model` of the call); ``"early_exit"`` (the target's
+            own first layers under its norm and head); ``"layer_skip"`` (the target without a set of its layers; see
+            `hf_treespec.find_layer_skip`); ``"ngram"`` (what followed the same few tokens in the prompt and the text
+            so far); ``"suffix"`` (the same with contexts of any length, and a corpus on disk if one is named);
+            ``"recycle"`` (the target's own top candidates at earlier nodes); ``"lookahead"`` (n-grams that the target
+            makes up in a Jacobi window, which takes part of the nodes); or ``"auto"``: the assistant if one is given,
+            n-grams otherwise. Several of the assistant and the last four, such as ``("ngram", "recycle")`` or
+            ``("model", "ngram")``, grow one tree together; the model then drafts in the rounds in which that is worth
+            its time (with ``fallback="off"`` in all).
         max_nodes: drafted nodes of a tree, the root not counted. 0 is plain decoding on the same noise: the reference
             that every tree must equal.
         max_depth: edges from the root to the deepest leaf. A round emits at most `max_depth + 1` tokens.
@@ -87,11 +94,13 @@ class TreeConfig:
             rows of a batch advance together, so that each is called exactly as plain decoding calls it: once a token,
             in order, with the committed text only. ``"error"`` refuses the call before any forward.
         draft_options: options by source, such as ``{"recycle": {"candidates": 12}}``; those of sources that do not
-            draft have no effect. ``ngram``: `max_match`, longest context in tokens (8). ``suffix``: `index`, path of
-            a corpus index that `treespec index` made (None). ``recycle``: `candidates`, kept of each token (8), and
-            `keep`, whether what is learnt in a call serves the next calls of the model too (True). ``lookahead``:
-            `window`, columns guessed ahead (3), `ngram`, tokens of an n-gram (3), and `candidates`, n-grams kept of
-            each first token (8); the window takes `window * (ngram - 1)` nodes, at most half of `max_nodes`.
+            draft have no effect. ``early_exit``: `layer`, how many of the first layers draft (as the call's
+            `assistant_early_exit`). ``layer_skip``: `skip`, the numbers of the layers left out. ``ngram``:
+            `max_match`, longest context in tokens (8). ``suffix``: `index`, path of a corpus index that `treespec
+            index` made (None). ``recycle``: `candidates`, kept of each token (8), and `keep`, whether what is learnt
+            in a call serves the next calls of the model too (True). ``lookahead``: `window`, columns guessed ahead
+            (3), `ngram`, tokens of an n-gram (3), and `candidates`, n-grams kept of each first token (8); the window
+            takes `window * (ngram - 1)` nodes, at most half of `max_nodes`.
 
     Raises:
         TreeConfigError: if a field has a value that cannot work.
@@ -283,10 +292,24 @@ def _checked_option(where: str, value: Any, expected: tuple[int, int] | type) ->
         if not isinstance(value, bool):
             raise TreeConfigError(f"{where}={value!r}: expected True or False")
         return value
+    if expected is list:
+        return _checked_layers(where, value)
     assert isinstance(expected, tuple)
     if isinstance(value, bool) or not isinstance(value, int) or not expected[0] <= value <= expected[1]:
         raise TreeConfigError(f"{where}={value!r}: expected an integer in [{expected[0]}, {expected[1]}]")
     return value
+
+
+def _checked_layers(where: str, value: Any) -> list[int]:
+    """The numbers in ascending order."""
+    layers = list(value) if isinstance(value, (list, tuple, set, frozenset, range)) else []
+    if (
+        not layers
+        or any(isinstance(layer, bool) or not isinstance(layer, int) or layer < 0 for layer in layers)
+        or len(set(layers)) != len(layers)
+    ):
+        raise TreeConfigError(f"{where}={value!r}: expected a list of different layer numbers, the first being 0")
+    return sorted(layers)
 
 
 _READERS: dict[str, Callable[[str], Any]] = {".json": json.loads, ".yaml": yaml.safe_load, ".yml": yaml.safe_load}

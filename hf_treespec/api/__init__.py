@@ -2,13 +2,16 @@
 
 from hf_treespec.api.auto import AutoTreeSpecModelForCausalLM
 from hf_treespec.api.enable import disable, enable, install, uninstall
+from hf_treespec.api.layer_search import LayerSkip, find_layer_skip
 from hf_treespec.api.support import Support, is_supported
 
 __all__ = [
     "AutoTreeSpecModelForCausalLM",
+    "LayerSkip",
     "Support",
     "disable",
     "enable",
+    "find_layer_skip",
     "install",
     "is_supported",
     "uninstall",

@@ -16,7 +16,7 @@ from hf_treespec.api.support import require_support, unwrap
 from hf_treespec.draft import forget_tables
 from hf_treespec.stats import TreeStats
 
-__all__ = ["disable", "enable", "install", "uninstall"]
+__all__ = ["disable", "enable", "install", "is_enabled", "uninstall"]
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -88,6 +88,11 @@ def enable(model: ModelT) -> ModelT:
         if not isinstance(inner, TreeSpecMixin):
             inner.__class__ = _tree_class(type(inner))
     return model
+
+
+def is_enabled(model: Any) -> bool:
+    """Whether `enable` was called on a model and `disable` was not."""
+    return isinstance(unwrap(model), TreeSpecMixin)
 
 
 def disable(model: ModelT) -> ModelT:

@@ -16,6 +16,7 @@ from hf_treespec.api.assistants import (
     differing_tokenizers,
     with_assistant_settings,
 )
+from hf_treespec.api.layer_drafts import check_layer_draft, draft_layers, with_early_exit
 from hf_treespec.api.modes import refuse_modes, refuse_paged
 from hf_treespec.api.outliers import has_shared_outliers
 from hf_treespec.api.support import is_supported, path_traits, require_support, routed, unwrap
@@ -40,7 +41,6 @@ _CUSTOM = "custom_generate with tree_config: both are a way to decode; pass one 
 # Other speculation of transformers that the call cannot mean at the same time.
 _RIVALS = (
     "prompt_lookup_num_tokens",
-    "assistant_early_exit",
     "use_mtp",
     "speculation_type",
     "assistant_ensemble_weight",
@@ -115,6 +115,7 @@ def _validate_mode(
     assistant = unwrap(mode_kwargs.get("assistant_model"))
     if assistant is not None and not isinstance(assistant, _compat.PreTrainedModel):
         require_support(assistant, "assistant_model")
+    config = with_early_exit(config, generation_config)
     mode_kwargs["tree_config"] = with_assistant_settings(config, generation_config, assistant)
     check_prompt_learning(model)
     if require_support(model, "the model").route.by_paths:
@@ -124,6 +125,7 @@ def _validate_mode(
     if assistant is not None and not is_supported(assistant).route.by_paths:
         check_attention(assistant, config.attention)
     check_draft(model, config, assistant, mode_kwargs)
+    check_layer_draft(model, config, assistant, mode_kwargs)
     if generation_config.do_sample and config.verification != COUPLED and "recycle" in config.sources:
         raise UnsupportedCallError(
             f"TreeConfig(draft={config.draft!r}, verification={config.verification!r}): the table of 'recycle' is "
@@ -165,6 +167,7 @@ def _decode(
     kwargs.pop("inputs_tensor", None)
     assistant = unwrap(kwargs.pop("assistant_model", None))
     route, names = routed(model, is_supported(model))
+    layers, skipped = draft_layers(model, tree_config)
     draft_route, draft_names = (Route.MASK, ()) if assistant is None else routed(assistant, is_supported(assistant))
     request = Request(
         target=model,
@@ -183,6 +186,8 @@ def _decode(
         assistant_route=draft_route,
         assistant_position_modules=draft_names,
         traits=path_traits(model),
+        layers=layers,
+        skipped=skipped,
     )
     return generate_with_tree(model, request, lambda stats: setattr(model, "treespec_stats", stats))
 

@@ -6,6 +6,7 @@ from hf_treespec.attention.masks import TreeContext, tree_forward_context, tree_
 from hf_treespec.attention.positions import learned_position_limit, node_positions
 from hf_treespec.attention.reach import chooses_keys, own_structure, within_reach
 from hf_treespec.attention.select import attention_for_trees, check_attention
+from hf_treespec.attention.shared import held
 from hf_treespec.attention.sites import ModuleCalls, position_modules, recorded_calls
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "chooses_keys",
     "counted_by_depth",
     "has_bias_functions",
+    "held",
     "learned_position_limit",
     "node_positions",
     "own_structure",

@@ -13,6 +13,7 @@ from hf_treespec.cache.layers import (
     layer_kind,
     needs_equal_rows,
 )
+from hf_treespec.cache.lent import lent
 from hf_treespec.cache.order_bound import OrderBoundRows, OrderBoundTransaction, Read
 from hf_treespec.cache.paths import PathCache, PathTransaction
 from hf_treespec.cache.replay import ReplayRecorder
@@ -41,6 +42,7 @@ __all__ = [
     "is_named",
     "is_order_bound",
     "layer_kind",
+    "lent",
     "needs_equal_rows",
     "restored_on_error",
     "restored_state_on_error",

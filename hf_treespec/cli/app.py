@@ -11,6 +11,7 @@ from hf_treespec.cli.doctor import doctor
 from hf_treespec.cli.env import env
 from hf_treespec.cli.generate import generate
 from hf_treespec.cli.index import index
+from hf_treespec.cli.skips import skips
 
 __all__ = ["app"]
 
@@ -41,5 +42,5 @@ def _root(
     """Options of `treespec` itself."""
 
 
-for _command in (generate, bench, index, doctor, env):
+for _command in (generate, bench, index, skips, doctor, env):
     app.command()(_command)

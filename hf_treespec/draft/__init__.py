@@ -3,12 +3,15 @@
 from hf_treespec.draft.base import CreditedDraft, Draft, DraftRow, LearningDraft, WeighingDraft
 from hf_treespec.draft.corpus import CorpusIndex, build_corpus_index, open_corpus_index, tokenizer_fingerprint
 from hf_treespec.draft.joined import JoinedDraft
+from hf_treespec.draft.layers import LayerDraft
+from hf_treespec.draft.levels import LevelReader
 from hf_treespec.draft.lookahead import LookaheadPredictor
 from hf_treespec.draft.model import ModelDraft
 from hf_treespec.draft.ngram import ContextPredictor, NgramDraft, SuffixDraft, ngram_predictor, suffix_predictor
 from hf_treespec.draft.recycle import RecyclePredictor, RecycleTable, forget_tables, table_of
 from hf_treespec.draft.retokenize import RetokenizedDraft
 from hf_treespec.draft.sampling import ChildSampler
+from hf_treespec.draft.skipping import LayerPlan, skippable, skipping
 from hf_treespec.draft.text import Predictor, TextDraft
 
 __all__ = [
@@ -19,7 +22,10 @@ __all__ = [
     "Draft",
     "DraftRow",
     "JoinedDraft",
+    "LayerDraft",
+    "LayerPlan",
     "LearningDraft",
+    "LevelReader",
     "LookaheadPredictor",
     "ModelDraft",
     "NgramDraft",
@@ -34,6 +40,8 @@ __all__ = [
     "forget_tables",
     "ngram_predictor",
     "open_corpus_index",
+    "skippable",
+    "skipping",
     "suffix_predictor",
     "table_of",
     "tokenizer_fingerprint",

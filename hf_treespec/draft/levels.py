@@ -42,6 +42,24 @@ class Reader(Protocol):
         """The token, or a stand-in that the model can read."""
         ...
 
+    def unread(self, row: DraftRow, rows: RowCache) -> list[int]:
+        """Committed tokens that are not in the cache yet, the root last."""
+        ...
+
+    def positions(self, rows: RowCache, depths_BQ: Tensor, first: int) -> Tensor:
+        """Position ids `[..., B, Q]`.
+
+        Args:
+            rows: the cache.
+            depths_BQ: how far each token lies behind the first that was not in the cache.
+            first: tree slot of the first of the Q tokens.
+        """
+        ...
+
+    def mask(self, rows: RowCache, slots: int) -> Tensor | None:
+        """2D mask of the cache and so many tree slots; None if nothing is masked."""
+        ...
+
 
 class LevelReader:
     """The `Expander` of a draft model for one round.
@@ -79,7 +97,7 @@ class LevelReader:
         self._first = 0
         self._seen: dict[int, Any] = {}
         # Committed tokens that the draft has not read, the root last.
-        self._fresh = [row.tokens[length:] for row, length in zip(rows, cache.lengths, strict=True)]
+        self._fresh = [reader.unread(row, cache) for row in rows]
         self._fresh_slots: list[list[int]] = [[] for _ in rows]
         # Per row: slot of each builder node that was read; depth and visible slots (as bits) of each slot.
         self._slot_of: list[dict[int, int]] = [{} for _ in rows]
@@ -192,13 +210,13 @@ class LevelReader:
             depths_BQ=depths,
             slot_depths_BM=slot_depths,
             visible_BQM=unpack_words(torch.tensor(packed, dtype=torch.int64), slots),
-            keys=self._cache.physical + slots,
+            keys=self._cache.capacity or self._cache.physical + slots,
             seen=self._seen,
         )
-        positions = torch.tensor(self._cache.lengths)[:, None] + depths
+        positions = self._reader.positions(self._cache, depths, slots - width)
         for row, count in enumerate(filler):
             # The next position of a row without a budget may not exist.
-            positions[row, :count] = 0
-        mask = self._cache.mask(slots, None, "cpu")
+            positions[..., row, :count] = 0
+        mask = self._reader.mask(self._cache, slots)
         with tree_forward_context(context):
             return self._reader.forward(torch.tensor(tokens), positions, self._cache, mask, logits_to_keep=keep)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hf_treespec import _compat
 from hf_treespec.attention import learned_position_limit
-from hf_treespec.cache import RowCache
+from hf_treespec.cache import CacheTransaction, RowCache
 from hf_treespec.draft.base import DraftRow
 from hf_treespec.draft.levels import LevelReader
 from hf_treespec.draft.sampling import ChildSampler
@@ -95,15 +95,15 @@ class ModelDraft:
         limits = [self._within_positions(row, limit) for row, limit in zip(rows, limits, strict=True)]
         if not any(limit.max_nodes for limit in limits):
             return [TokenTree.root_only(token) for token in roots]
-        if self._rows is None:
-            self._rows = self._prefill(rows, limits)
+        cache = self._cache(rows, limits)
         self._open = ExitStack()
-        transaction = self._open.enter_context(self._rows.transaction())
-        room = None
+        transaction = self._open.enter_context(self._transaction(cache))
+        room = cache.room
         if self._by_slots and self._position_limit is not None:
-            room = self._position_limit - self._rows.physical
+            left = self._position_limit - cache.physical
+            room = left if room is None else min(room, left)
         children = max(limit.max_children for limit in limits)
-        self._pass = LevelReader(self, rows, self._rows, transaction, children, by_slots=self._by_slots, room=room)
+        self._pass = LevelReader(self, rows, cache, transaction, children, by_slots=self._by_slots, room=room)
         try:
             if self._sampler is None:
                 grown = grow(roots, self._pass.expand, limits, self._growth)
@@ -134,6 +134,15 @@ class ModelDraft:
             return limit
         # A node at depth d is read at position len(tokens) - 1 + d; the deepest level is never read.
         return limit.capped(max_depth=self._position_limit - len(row.tokens) + 1)
+
+    def _cache(self, rows: Sequence[DraftRow], limits: Sequence[TreeLimits]) -> RowCache:
+        """The draft's cache, which holds all that was committed but the last few tokens of each row."""
+        if self._rows is None:
+            self._rows = self._prefill(rows, limits)
+        return self._rows
+
+    def _transaction(self, cache: RowCache) -> AbstractContextManager[CacheTransaction]:
+        return cache.transaction()
 
     def _prefill(self, rows: Sequence[DraftRow], limits: Sequence[TreeLimits]) -> RowCache:
         """Read everything but the root, as one left-padded batch; rows without a budget may be too long to read."""
@@ -181,6 +190,18 @@ class ModelDraft:
     def safe(self, token: int) -> int:
         """Ids beyond the draft's table cannot be read; the guess after them is poor, the text stays right."""
         return token if token < self._readable else 0
+
+    def unread(self, row: DraftRow, rows: RowCache) -> list[int]:
+        """Committed tokens that are not in the cache yet; see `Reader.unread`."""
+        return row.tokens[rows.lengths[row.index] :]
+
+    def positions(self, rows: RowCache, depths_BQ: Tensor, first: int) -> Tensor:
+        """Position ids `[B, Q]`: each row's own length and the depth behind it."""
+        return torch.tensor(rows.lengths)[:, None] + depths_BQ
+
+    def mask(self, rows: RowCache, slots: int) -> Tensor | None:
+        """The 2D mask over the draft's cache and the tree, on the host."""
+        return rows.mask(slots, None, "cpu")
 
     def rank(self, logits_RV: Tensor, noise: Sequence[Tensor | None], count: int) -> list[list[Candidate]]:
         """The `count` best children of each of R nodes, best first, with their confidence.

@@ -15,6 +15,7 @@ from hf_treespec.draft import (
     Draft,
     DraftRow,
     JoinedDraft,
+    LayerDraft,
     LookaheadPredictor,
     ModelDraft,
     Predictor,
@@ -39,7 +40,7 @@ from hf_treespec.verify import (
 )
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import LogitsProcessorList, PreTrainedModel
 
 __all__ = ["Choice", "make_draft"]
 
@@ -111,6 +112,13 @@ def _predictor(name: str, request: Request, vocab: int) -> Predictor:
     )
 
 
+def _shaping(request: Request) -> LogitsProcessorList | None:
+    """The processors that shape the draft's law: those that need no prefix. The others only cost acceptance."""
+    if not request.generation_config.do_sample:
+        return None
+    return type(request.logits_processor)(p for p in request.logits_processor if are_length_free([p]))
+
+
 def make_draft(request: Request, vocab: int, sampler: ChildSampler | None) -> Draft:
     """The draft source of the call.
 
@@ -120,6 +128,19 @@ def make_draft(request: Request, vocab: int, sampler: ChildSampler | None) -> Dr
         sampler: draws children of a draft model at random; None ranks them.
     """
     config, assistant = request.tree_config, request.assistant_model
+    if request.layers is not None:
+        return LayerDraft(
+            request.target,
+            request.layers,
+            request.skipped,
+            name=str(config.draft),
+            growth=config.growth,
+            vocab_size=vocab,
+            processors=_shaping(request),
+            device=request.input_ids.device,
+            route=request.route,
+            sampler=sampler,
+        )
     names = config.sources if assistant is not None else config.sources or ("ngram",)
     predictors = [_predictor(name, request, vocab) for name in names]
     if assistant is None:
@@ -136,16 +157,11 @@ def _of_assistant(
         vocab_size = _compat.vocabulary_size(assistant)
         own = ModelDraft(assistant, growth=config.growth, vocab_size=vocab_size, route=request.assistant_route)
         return RetokenizedDraft(own, *request.tokenizers, vocab_size=vocab)
-    processors = None
-    if request.generation_config.do_sample:
-        # The draft's law is shaped by the processors that need no prefix; the others only cost acceptance.
-        shaping = [p for p in request.logits_processor if are_length_free([p])]
-        processors = type(request.logits_processor)(shaping)
     return ModelDraft(
         assistant,
         growth=config.growth,
         vocab_size=vocab,
-        processors=processors,
+        processors=_shaping(request),
         device=request.input_ids.device,
         route=request.assistant_route,
         sampler=sampler,

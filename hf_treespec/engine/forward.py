@@ -55,7 +55,7 @@ class TargetForward:
         route: Route = Route.MASK,
     ) -> None:
         self._model = model
-        self._cache = cache
+        self.rows = cache
         # Inputs may lie on the host while the model does not.
         self._last_positions = last_positions.to(_compat.input_device(model, last_positions.device))
         self._prompt_mask = prompt_mask_BP
@@ -79,6 +79,59 @@ class TargetForward:
             return paths
         return [[slots[node] for node in path] for slots, path in zip(self._slots, paths, strict=True)]
 
+    def positions(self, ahead: Sequence[int], depths_BQ: Tensor, first: int) -> Tensor:
+        """Position ids `[..., B, Q]` of tokens behind the cache.
+
+        Args:
+            ahead: per row, how many positions its root lies behind the last prompt token.
+            depths_BQ: how far each token lies behind the root.
+            first: tree slot of the first of the Q tokens.
+        """
+        device = self._last_positions.device
+        if self._tells_slots:
+            depths_BQ = torch.arange(first, first + depths_BQ.shape[1])[None]
+        return node_positions(self._last_positions, torch.tensor(ahead, device=device)[:, None], depths_BQ.to(device))
+
+    def mask(self, slots: int, *, tree: bool = True) -> Tensor | None:
+        """2D mask of the cache and so many slots behind it, or None where the model wants none.
+
+        Args:
+            slots: as they will be after the forward.
+            tree: whether the forward reads a tree.
+        """
+        device = self._last_positions.device
+        mask = self.rows.mask(slots, self._prompt_mask, device)
+        if mask is None and (self._wants_mask or (tree and self._trees_want_mask)):
+            rows = len(self.rows.lengths)
+            mask = torch.ones((rows, self.rows.physical + slots), dtype=torch.long, device=device)
+        return mask
+
+    def read(
+        self, tokens_BQ: Tensor, positions: Tensor, mask: Tensor | None, *, keep: int = 0, bare: bool = False
+    ) -> Any:
+        """Outputs of one forward over tokens behind the cache, by the model's own rules for inputs.
+
+        Args:
+            tokens_BQ: token ids.
+            positions: their position ids, `[..., B, Q]`.
+            mask: 2D mask, or None.
+            keep: only the last so many logits, if the model can; 0 for all.
+            bare: without hidden states and attentions, whatever the call asks for.
+        """
+        kwargs = continued_kinds(self._kwargs, tokens_BQ.shape[1])
+        if bare:
+            kwargs = {name: value for name, value in kwargs.items() if not name.startswith("output_")}
+        inputs = _compat.prepare_inputs(
+            self._model,
+            tokens_BQ.to(self._last_positions.device),
+            attention_mask=mask,
+            **({"position_ids": positions} if self._tells_positions else {}),
+            **{self._cache_kwarg: self.rows.cache},
+            **kwargs,
+            **({"logits_to_keep": keep} if _compat.supports_logits_to_keep(self._model) else {}),
+        )
+        return self._model(**inputs, return_dict=True)
+
     def __call__(self, trees: Sequence[TokenTree], ahead: Sequence[int]) -> Tensor:
         """Logits `[B, N, V]` of all nodes.
 
@@ -92,33 +145,21 @@ class TargetForward:
         else:
             layout, self._slots = layout_trees(trees, device), None
         nodes = layout.nodes
-        behind = torch.arange(nodes, device=device)[None] if self._tells_slots else layout.depths_BN
-        positions = node_positions(self._last_positions, torch.tensor(ahead, device=device)[:, None], behind)
+        positions = self.positions(ahead, layout.depths_BN, 0)
         # A root alone is an ordinary decoding step: the model's own mask serves, and the step costs what plain costs.
         context = None
-        mask = self._cache.mask(nodes, self._prompt_mask, device)
-        if mask is None and (self._wants_mask or (nodes > 1 and self._trees_want_mask)):
-            mask = torch.ones((len(trees), self._cache.physical + nodes), dtype=torch.long, device=device)
+        mask = self.mask(nodes, tree=nodes > 1)
         if nodes > 1:
             context = TreeContext(
-                base=self._cache.physical,
+                base=self.rows.physical,
                 depths_BQ=layout.depths_BN,
                 slot_depths_BM=layout.depths_BN,
                 visible_BQM=layout.ancestors_BNN(),
-                keys=self._cache.capacity or self._cache.physical + nodes,
+                keys=self.rows.capacity or self.rows.physical + nodes,
             )
         # With a static cache the inputs come with their masks.
         with tree_forward_context(context):
-            inputs = _compat.prepare_inputs(
-                self._model,
-                layout.tokens_BN,
-                attention_mask=mask,
-                **({"position_ids": positions} if self._tells_positions else {}),
-                **{self._cache_kwarg: self._cache.cache},
-                **continued_kinds(self._kwargs, nodes),
-                **({"logits_to_keep": 0} if _compat.supports_logits_to_keep(self._model) else {}),
-            )
-            outputs = self._model(**inputs, return_dict=True)
+            outputs = self.read(layout.tokens_BN, positions, mask)
         if self._states is not None:
             self._states.see(outputs)
         logits = all_logits(outputs, nodes)

@@ -19,7 +19,7 @@ from hf_treespec.cache import (
     restored_state_on_error,
 )
 from hf_treespec.control import SizePolicy
-from hf_treespec.draft import LearningDraft, WeighingDraft
+from hf_treespec.draft import LayerDraft, LearningDraft, WeighingDraft, skippable
 from hf_treespec.engine.checks import (
     check_cache_of,
     check_independent,
@@ -28,6 +28,7 @@ from hf_treespec.engine.checks import (
     check_senses,
 )
 from hf_treespec.engine.choice import Choice, make_draft
+from hf_treespec.engine.forward import TargetForward
 from hf_treespec.engine.guidance import Guidance
 from hf_treespec.engine.ordered import only_plain, settled
 from hf_treespec.engine.outputs import KeptStates
@@ -130,6 +131,8 @@ def _prepared(model: PreTrainedModel, request: Request) -> Iterator[None]:
         if request.assistant_model is not None and request.assistant_model is not model:
             stack.enter_context(attention_for_trees(request.assistant_model, request.tree_config.attention))
         stack.enter_context(tree_masks())
+        if request.layers is not None:
+            stack.enter_context(skippable(model, request.layers, request.skipped))
         stack.enter_context(counted_by_depth(model, request.route, request.position_modules))
         if request.assistant_model is not None:
             names = request.assistant_position_modules
@@ -212,6 +215,8 @@ def _decode(
     stats.prefill_seconds = time.perf_counter() - start
 
     rows, forward = make_target(model, request.route, request.traits, model_kwargs, cache, carried, prompt, states)
+    if isinstance(draft, LayerDraft) and isinstance(forward, TargetForward):
+        draft.borrow(forward, text.draft_rows)
     longest = None if rules.max_length is None else prompt.slots(rules.max_length)
     rows.roots_only = request.route.masked and not within_reach(model.config, longest, alone=guidance is None)
     last_positions, position_limit = positions_of(model, request.route, prompt)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hf_treespec.config import TreeConfig
+from hf_treespec.draft import LayerPlan
 from hf_treespec.routes import PathTraits, Route
 from hf_treespec.rules import COUPLED, Rule, rule_named
 from hf_treespec.tree import TreeLimits
@@ -46,6 +47,8 @@ class Request:
         route: how trees enter the model.
         position_modules: names of those that make embeddings of positions, for `Route.POSITION_HOOK`.
         traits: what else is known of a model that reads trees path by path.
+        layers: how the target's layers are called, if it drafts itself without some of them.
+        skipped: numbers of the layers that it drafts without.
     """
 
     target: PreTrainedModel
@@ -64,6 +67,8 @@ class Request:
     assistant_route: Route = Route.MASK
     assistant_position_modules: tuple[str, ...] = ()
     traits: PathTraits = PathTraits()
+    layers: LayerPlan | None = None
+    skipped: tuple[int, ...] = ()
 
     @property
     def rule(self) -> Rule | None:

@@ -113,7 +113,6 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
         r"draft='ngram'\) with an assistant_model",
     ),
     "lookup": (call_with(prompt_lookup_num_tokens=3), UnsupportedCallError, "prompt_lookup_num_tokens=3"),
-    "early_exit": (call_with(assistant_early_exit=1), UnsupportedCallError, "assistant_early_exit=1"),
     "custom_generate": (
         call_with(custom_generate=lambda model, input_ids, **_: input_ids),
         UnsupportedCallError,

@@ -44,6 +44,9 @@ SURFACE = {
     | {"--set", "--draft-model", "--config", "--limit", "--max-new-tokens", "--repeats", "--temperature"}
     | {"--warmup", "--seed", "--chat", "--raw", "--csv", "--plot", "--json"},
     "index": {"--out", "--field", "--max-match", "--json"},
+    "skips": LOADING
+    | {"--set", "--out", "--limit", "--trials", "--max-new-tokens", "--max-nodes", "--max-depth", "--seed"}
+    | {"--chat", "--raw", "--json"},
     "doctor": LOADING | {"--json"},
     "env": {"--json"},
 }
@@ -51,6 +54,7 @@ ARGUMENTS = {
     "generate": ["MODEL"],
     "bench": ["MODEL"],
     "index": ["MODEL", "FILES"],
+    "skips": ["MODEL"],
     "doctor": ["MODEL_OR_CONFIG"],
     "env": [],
 }

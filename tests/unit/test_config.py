@@ -20,7 +20,7 @@ from hf_treespec import TreeConfig, TreeConfigError, TreeSpecError, TreeSpecWarn
 from hf_treespec.tree import TreeLimits
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "draft": ("auto", "model", "ngram", "suffix", "recycle", "lookahead"),
+    "draft": ("auto", "model", "ngram", "suffix", "recycle", "lookahead", "early_exit", "layer_skip"),
     "growth": ("static", "best_first", "dynamic"),
     "verification": (
         "coupled",
@@ -47,7 +47,10 @@ RANGES = {
 OTHER = TreeConfig(
     draft="ngram", max_nodes=7, max_depth=3, max_children=2, growth="dynamic", attention="eager", seed=2**63 - 1,
     fallback="off", on_stateful_processor="error", verification="hybrid-joint", random_children=2,
-    draft_options={"recycle": {"candidates": 12, "keep": False}, "suffix": {"index": "corpus.tsx"}},
+    draft_options={
+        "early_exit": {"layer": 3}, "layer_skip": {"skip": [1, 4]}, "recycle": {"candidates": 12, "keep": False},
+        "suffix": {"index": "corpus.tsx"},
+    },
 )  # fmt: skip
 
 
@@ -159,6 +162,14 @@ def test_options_have_defaults_and_are_copied() -> None:
         ({"lookahead": {"ngram": 2.0}}, "lookahead['ngram']=2.0: expected an integer in [2, 16]"),
         ({"lookahead": {"candidates": 257}}, "lookahead['candidates']=257: expected an integer in [1, 256]"),
         ({"lookahead": {"level": 3}}, "no such option; expected one of 'window', 'ngram', 'candidates'"),
+        ({"early_exit": {"layer": 0}}, "early_exit['layer']=0: expected an integer in [1, 4096]"),
+        ({"early_exit": {"layer": None}}, "early_exit['layer']=None: expected an integer in [1, 4096]"),
+        ({"layer_skip": {"skip": []}}, "layer_skip['skip']=[]: expected a list of different layer numbers"),
+        ({"layer_skip": {"skip": 3}}, "layer_skip['skip']=3: expected a list of different layer numbers"),
+        ({"layer_skip": {"skip": [1, 1]}}, "layer_skip['skip']=[1, 1]: expected a list of different"),
+        ({"layer_skip": {"skip": [-1]}}, "layer_skip['skip']=[-1]: expected a list of different"),
+        ({"layer_skip": {"skip": [True]}}, "layer_skip['skip']=[True]: expected a list of different"),
+        ({"layer_skip": {"skip": "16-22"}}, "layer_skip['skip']='16-22': expected a list of different"),
         ({"suffix": {"index": 3}}, "suffix['index']=3: expected the path of a file, or None"),
     ],
 )

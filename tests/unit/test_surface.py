@@ -14,6 +14,7 @@ from hf_treespec import TreeConfig, TreeStats
 def test_public_names() -> None:
     assert sorted(hf_treespec.__all__) == [
         "AutoTreeSpecModelForCausalLM",
+        "LayerSkip",
         "Support",
         "TreeConfig",
         "TreeConfigError",
@@ -25,6 +26,7 @@ def test_public_names() -> None:
         "__version__",
         "disable",
         "enable",
+        "find_layer_skip",
         "install",
         "is_supported",
         "uninstall",

@@ -11,7 +11,6 @@ OUT_OF_SCOPE: dict[str, str] = {
     "a class with a decoding loop of its own": "the tree would bypass that loop",
     "TreeConfig(on_stateful_processor='error')": "as asked",
     "prompt_lookup_num_tokens beside it": "one speculation at a time",
-    "assistant_early_exit beside it": "one speculation at a time",
     "use_mtp beside it": "one speculation at a time",
     "assistant_ensemble_weight, which changes the law": "lossy by design",
     "an encoder-decoder as assistant (T5)": "a draft must take a tree mask",

@@ -190,7 +190,7 @@ ROWS = section(
     ),
     Row("1.3", "a seed fixes the text, whatever is drafted", seeds, sampled=True),
     ("prompt_lookup_num_tokens beside it", rival(prompt_lookup_num_tokens=3), "one speculation at a time"),
-    ("assistant_early_exit beside it", rival(assistant_early_exit=1), "one speculation at a time"),
+    ("assistant_early_exit", rival(assistant_early_exit=1)),
     ("use_mtp beside it", rival(use_mtp=True), "one speculation at a time"),
     Row("1.3", "assistant_ensemble_weight, which changes the law", lossy, "lossy by design", sampled=True),
     Row("1.3", "num_assistant_tokens in the call", assistant_length, also="0.3e"),
