@@ -50,8 +50,8 @@ def generate(
         str | None,
         typer.Option(
             "--draft",
-            help="auto, model, early_exit or layer_skip (name layers in --config), ngram, suffix, recycle or lookahead; or "
-            "some of model and the last four: model,ngram.",
+            help="auto, model, early_exit or layer_skip (name layers in --config), ngram, suffix, recycle or "
+            "lookahead; or some of model and the last four: model,ngram.",
         ),
     ] = None,
     corpus: Annotated[
