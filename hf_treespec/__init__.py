@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from hf_treespec.api.layer_search import LayerSkip, find_layer_skip
     from hf_treespec.api.support import Support, is_supported
     from hf_treespec.config import TreeConfig
+    from hf_treespec.draft.heads import load_draft, save_draft
     from hf_treespec.errors import (
         TreeConfigError,
         TreeSpecError,
@@ -39,6 +40,8 @@ __all__ = [
     "find_layer_skip",
     "install",
     "is_supported",
+    "load_draft",
+    "save_draft",
     "uninstall",
 ]
 
@@ -59,6 +62,8 @@ _HOMES = {
     "find_layer_skip": "api",
     "install": "api",
     "is_supported": "api",
+    "load_draft": "draft.heads",
+    "save_draft": "draft.heads",
     "uninstall": "api",
 }
 

@@ -58,6 +58,15 @@ from hf_treespec._compat.caches import (
     returned_cache,
     through_quantization,
 )
+from hf_treespec._compat.files import (
+    config_keys,
+    find_file,
+    make_config,
+    read_json,
+    read_tensors,
+    tensor_names,
+    write_checkpoint,
+)
 from hf_treespec._compat.generation import (
     chunks_behind_a_cache,
     continued_kwargs,
@@ -93,6 +102,7 @@ from hf_treespec._compat.models import (
     max_positions,
     max_sequence,
     model_forward,
+    new_base_model,
     overrides_generate,
     overrides_sampling,
     supports_dynamic_cache,
@@ -104,6 +114,7 @@ from hf_treespec._compat.models import (
     working_dtype,
 )
 from hf_treespec._compat.processors import GuidanceProcessor, length_free_processors, process_logits, pure_processors
+from hf_treespec._compat.taps import decoder_layers, hidden_size, tap_last, tap_layer, target_parts
 from hf_treespec._compat.warning import quiet_transformers, warn_once
 
 __all__ = [
@@ -138,11 +149,13 @@ __all__ = [
     "cache_length",
     "carried_state",
     "chunks_behind_a_cache",
+    "config_keys",
     "continued_kwargs",
     "continues_by_itself",
     "cross_attention_layers",
     "custom_attention",
     "decode_context",
+    "decoder_layers",
     "decoder_of",
     "decoder_output",
     "default_config",
@@ -152,6 +165,7 @@ __all__ = [
     "end_stream",
     "eos_token_ids",
     "exact_tokens",
+    "find_file",
     "generation_cache",
     "generation_defaults",
     "grows_by_concatenation",
@@ -159,6 +173,7 @@ __all__ = [
     "has_compiled_parts",
     "has_fixed_size",
     "has_process_group",
+    "hidden_size",
     "input_device",
     "is_config",
     "is_encoder_decoder",
@@ -171,11 +186,13 @@ __all__ = [
     "layer_counts",
     "length_free_processors",
     "make_cache",
+    "make_config",
     "mask_function_of",
     "mask_length",
     "max_positions",
     "max_sequence",
     "model_forward",
+    "new_base_model",
     "overrides_generate",
     "overrides_sampling",
     "pad_token_id",
@@ -187,6 +204,8 @@ __all__ = [
     "pure_processors",
     "quantizes_in_groups",
     "quiet_transformers",
+    "read_json",
+    "read_tensors",
     "register_mask_function",
     "rereads_all",
     "returned_cache",
@@ -195,6 +214,10 @@ __all__ = [
     "supports_dynamic_cache",
     "supports_logits_to_keep",
     "switch_attention",
+    "tap_last",
+    "tap_layer",
+    "target_parts",
+    "tensor_names",
     "text_part",
     "through_quantization",
     "token_streams",
@@ -202,4 +225,5 @@ __all__ = [
     "warn_once",
     "weights_place",
     "working_dtype",
+    "write_checkpoint",
 ]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import AutoModel, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -29,6 +30,7 @@ __all__ = [
     "max_positions",
     "max_sequence",
     "model_forward",
+    "new_base_model",
     "overrides_generate",
     "overrides_sampling",
     "supports_dynamic_cache",
@@ -233,3 +235,14 @@ def token_streams(model: PreTrainedModel) -> int:
 def _tables(model: PreTrainedModel) -> list[Any]:
     found: Any = model.get_input_embeddings()
     return list(found) if isinstance(found, nn.ModuleList) else [found]
+
+
+def new_base_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """A random base model of a config, under sdpa and without embeddings; the process's random numbers do not move."""
+    config = copy.deepcopy(config)
+    # The table of embeddings is not kept.
+    config.vocab_size, config.pad_token_id = 1, None
+    with torch.random.fork_rng(devices=[]):
+        model: PreTrainedModel = AutoModel.from_config(config, attn_implementation="sdpa")
+    model.embed_tokens = nn.Identity()
+    return model.eval()

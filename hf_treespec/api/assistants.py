@@ -15,7 +15,7 @@ from hf_treespec.errors import TreeConfigError, UnsupportedCallError
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["check_draft", "check_prompt_learning", "differing_tokenizers", "with_assistant_settings"]
+__all__ = ["check_draft", "check_prompt_learning", "check_sources", "differing_tokenizers", "with_assistant_settings"]
 
 # Settings of stock assisted decoding that a tree has no use for, the value that asks for nothing, and what rules here.
 _GOVERNED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -40,27 +40,7 @@ def check_draft(
             cannot be read or is of another vocabulary.
         UnsupportedModelError: if the assistant cannot take a tree.
     """
-    if config.with_model and assistant is None:
-        raise UnsupportedCallError(
-            f"TreeConfig(draft={config.draft!r}) without assistant_model: pass a loaded draft model (on the command "
-            "line: --draft-model), or use draft='ngram'"
-        )
-    if config.sources and assistant is not None and not config.with_model:
-        raise UnsupportedCallError(
-            f"TreeConfig(draft={config.draft!r}) with an assistant_model: leave one out, or use draft='auto' or "
-            f"'model', or {('model', *config.sources)!r} for one tree of all"
-        )
-    index = config.options_of("suffix")["index"] if "suffix" in config.sources else None
-    if index is not None:
-        tokenizer = mode_kwargs.get("tokenizer")
-        try:
-            open_corpus_index(
-                index,
-                vocab_size=_compat.vocabulary_size(model),
-                fingerprint=None if tokenizer is None else tokenizer_fingerprint(tokenizer),
-            )
-        except TreeConfigError as error:
-            raise UnsupportedCallError(f"TreeConfig(draft_options=...): suffix['index']={index!r}: {error}") from error
+    check_sources(model, config, mode_kwargs, assistant=assistant is not None)
     if assistant is None:
         return
     if not require_support(assistant, "assistant_model").route.masked:
@@ -89,6 +69,43 @@ def check_draft(
             "on the common ones. The text is right either way, but a draft with another tokenizer is of no use so. "
             "Pass tokenizer and assistant_tokenizer to have its tokens translated where they differ"
         )
+
+
+def check_sources(
+    model: PreTrainedModel, config: TreeConfig, mode_kwargs: Mapping[str, Any], *, assistant: bool
+) -> None:
+    """Refuse sources that contradict the call, and a corpus that is not the model's.
+
+    Args:
+        model: the target.
+        config: of the call.
+        mode_kwargs: of the call.
+        assistant: whether there is an assistant.
+
+    Raises:
+        UnsupportedCallError: naming the sources, or the corpus.
+    """
+    if config.with_model and not assistant:
+        raise UnsupportedCallError(
+            f"TreeConfig(draft={config.draft!r}) without assistant_model: pass a loaded draft model (on the command "
+            "line: --draft-model), or use draft='ngram'"
+        )
+    if config.sources and assistant and not config.with_model:
+        raise UnsupportedCallError(
+            f"TreeConfig(draft={config.draft!r}) with an assistant_model: leave one out, or use draft='auto' or "
+            f"'model', or {('model', *config.sources)!r} for one tree of all"
+        )
+    index = config.options_of("suffix")["index"] if "suffix" in config.sources else None
+    if index is not None:
+        tokenizer = mode_kwargs.get("tokenizer")
+        try:
+            open_corpus_index(
+                index,
+                vocab_size=_compat.vocabulary_size(model),
+                fingerprint=None if tokenizer is None else tokenizer_fingerprint(tokenizer),
+            )
+        except TreeConfigError as error:
+            raise UnsupportedCallError(f"TreeConfig(draft_options=...): suffix['index']={index!r}: {error}") from error
 
 
 def check_prompt_learning(model: PreTrainedModel) -> None:

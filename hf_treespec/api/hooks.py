@@ -16,6 +16,7 @@ from hf_treespec.api.assistants import (
     differing_tokenizers,
     with_assistant_settings,
 )
+from hf_treespec.api.heads import as_head, check_head
 from hf_treespec.api.layer_drafts import check_layer_draft, draft_layers, with_early_exit
 from hf_treespec.api.modes import refuse_modes, refuse_paged
 from hf_treespec.api.outliers import has_shared_outliers
@@ -112,7 +113,8 @@ def _validate_mode(
         attention=config.attention,
         own_attention=_compat.attention_implementation(model),
     )
-    assistant = unwrap(mode_kwargs.get("assistant_model"))
+    head = as_head(mode_kwargs.get("assistant_model"))
+    assistant = None if head is not None else unwrap(mode_kwargs.get("assistant_model"))
     if assistant is not None and not isinstance(assistant, _compat.PreTrainedModel):
         require_support(assistant, "assistant_model")
     config = with_early_exit(config, generation_config)
@@ -124,8 +126,11 @@ def _validate_mode(
         check_attention(model, config.attention)
     if assistant is not None and not is_supported(assistant).route.by_paths:
         check_attention(assistant, config.attention)
-    check_draft(model, config, assistant, mode_kwargs)
-    check_layer_draft(model, config, assistant, mode_kwargs)
+    check_layer_draft(model, config, assistant if head is None else head, mode_kwargs)
+    if head is not None:
+        check_head(model, config, head, mode_kwargs)
+    else:
+        check_draft(model, config, assistant, mode_kwargs)
     if generation_config.do_sample and config.verification != COUPLED and "recycle" in config.sources:
         raise UnsupportedCallError(
             f"TreeConfig(draft={config.draft!r}, verification={config.verification!r}): the table of 'recycle' is "
@@ -165,7 +170,9 @@ def _decode(
         return original(input_ids, *args, **kwargs)
     tokenizers = differing_tokenizers(kwargs.pop("tokenizer", None), kwargs.pop("assistant_tokenizer", None))
     kwargs.pop("inputs_tensor", None)
-    assistant = unwrap(kwargs.pop("assistant_model", None))
+    passed = kwargs.pop("assistant_model", None)
+    head = as_head(passed)
+    assistant = unwrap(passed) if head is None else None
     route, names = routed(model, is_supported(model))
     layers, skipped = draft_layers(model, tree_config)
     draft_route, draft_names = (Route.MASK, ()) if assistant is None else routed(assistant, is_supported(assistant))
@@ -177,6 +184,7 @@ def _decode(
         generation_config=kwargs.pop("generation_config"),
         tree_config=tree_config,
         assistant_model=assistant,
+        head=head,
         streamer=kwargs.pop("streamer", None),
         tokenizers=tokenizers,
         synced_gpus=bool(kwargs.pop("synced_gpus", False)),

@@ -156,7 +156,7 @@ def _prepare(
     import hf_treespec
     from hf_treespec.cli.environment import hardware_of
     from hf_treespec.cli.measure import Bench, make_methods
-    from hf_treespec.cli.models import LoadOptions, encode, load_model, load_tokenizer, pad_arguments
+    from hf_treespec.cli.models import LoadOptions, encode, load_drafter, load_model, load_tokenizer, pad_arguments
 
     import torch  # isort: skip
 
@@ -170,10 +170,13 @@ def _prepare(
         for one in sets
     }
     model = hf_treespec.enable(load_model(name, "MODEL", options))
-    draft = load_model(draft_name, "--draft-model", options) if draft_name is not None else None
-    if draft is not None and not (support := hf_treespec.is_supported(draft)).ok:
+    draft = load_drafter(draft_name, options) if draft_name is not None else None
+    if isinstance(draft, transformers.PreTrainedModel) and not (support := hf_treespec.is_supported(draft)).ok:
         raise UsageFault("--draft-model", f"{draft_name} cannot take a tree: {support.reason}")
-    if draft is not None and len({one.config.get_text_config().vocab_size for one in (model, draft)}) > 1:
+    if (
+        isinstance(draft, transformers.PreTrainedModel)
+        and len({one.config.get_text_config().vocab_size for one in (model, draft)}) > 1
+    ):
         raise UsageFault("--draft-model", f"{draft_name} has another vocabulary size, which assisted decoding refuses")
     constants = {
         "temperature": settings["temperature"],
@@ -189,6 +192,9 @@ def _prepare(
         "hf_treespec": hf_treespec.__version__,
     }
     methods = make_methods(configs, has_draft=draft is not None, sampled=settings["temperature"] > 0)
+    if not isinstance(draft, transformers.PreTrainedModel):
+        # Assisted decoding of transformers knows no draft heads.
+        methods = [method for method in methods if method.name != "assisted"]
     runner = Bench(
         model=model,
         draft=draft,

@@ -133,7 +133,7 @@ def _generate(
     from transformers import TextStreamer
 
     from hf_treespec import TreeConfig, enable
-    from hf_treespec.cli.models import LoadOptions, encode, load_model, load_tokenizer, pad_arguments
+    from hf_treespec.cli.models import LoadOptions, encode, load_drafter, load_model, load_tokenizer, pad_arguments
 
     tree_config = config_with(read_config(config_path) if config_path else TreeConfig(), overrides)
     if tree_config.seed is None and arguments["do_sample"]:
@@ -147,7 +147,7 @@ def _generate(
     use_chat = bool(tokenizer.chat_template) if chat is None else chat
     inputs = encode(tokenizer, text, chat=use_chat, argument="--chat" if chat else "--prompt")
     target: Any = enable(load_model(name, "MODEL", options))
-    drafter = load_model(draft_name, "--draft-model", options) if draft_name else None
+    drafter = load_drafter(draft_name, options) if draft_name else None
     streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     output = target.generate(
         **{key: value.to(target.device) for key, value in inputs.items()},

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_treespec import TreeConfig, TreeStats, disable, enable
 from hf_treespec.cli.rows import Row, first_difference, tokens_per_round
+from hf_treespec.draft import DraftHead
 
 __all__ = [
     "REFERENCE",
@@ -128,7 +129,7 @@ class Bench:
 
     Args:
         model: the target.
-        draft: the draft model, None for none.
+        draft: the draft model or head, None for none.
         methods: in their natural order.
         arguments: of every call of `generate`.
         seed: from which the seeds of the calls are derived.
@@ -136,7 +137,7 @@ class Bench:
     """
 
     model: PreTrainedModel
-    draft: PreTrainedModel | None
+    draft: PreTrainedModel | DraftHead | None
     methods: Sequence[Method]
     arguments: dict[str, Any]
     seed: int

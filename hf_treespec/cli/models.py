@@ -14,11 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging as transformers_logging
 
 from hf_treespec.cli.faults import UsageFault, one_line
+from hf_treespec.draft.heads import is_head, load_draft
 
 __all__ = [
     "LoadOptions",
     "check_path",
     "encode",
+    "load_drafter",
     "load_model",
     "load_tokenizer",
     "loading",
@@ -123,6 +125,22 @@ def load_model(name: str, argument: str, options: LoadOptions, family: Any = Aut
     with loading("--device", f"{name} cannot be moved to {options.device}"):
         module.to(options.torch_device())
     return model
+
+
+def load_drafter(name: str, options: LoadOptions) -> Any:
+    """What `--draft-model` names: a draft head for the target, or else a language model.
+
+    Raises:
+        UsageFault: if it cannot be loaded.
+    """
+    check_path(name, "--draft-model")
+    with loading("--draft-model", f"{name} cannot be loaded"):
+        head = load_draft(name) if is_head(name) else None
+    if head is None:
+        return load_model(name, "--draft-model", options)
+    dtype = options.keywords()["dtype"]
+    with loading("--device", f"{name} cannot be moved to {options.device}"):
+        return head.to(options.torch_device(), None if dtype == "auto" else dtype)
 
 
 def load_tokenizer(name: str, argument: str) -> PreTrainedTokenizerBase:

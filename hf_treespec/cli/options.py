@@ -31,7 +31,8 @@ __all__ = [
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a model, or its name on the hub.")]
 DraftModelOption = Annotated[
-    str | None, typer.Option("--draft-model", metavar="MODEL", help="Small model that shares the tokenizer.")
+    str | None,
+    typer.Option("--draft-model", metavar="MODEL", help="Small model that shares the tokenizer, or a draft head."),
 ]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="auto (as saved), float32, bfloat16, float16 or float64.")]
 DeviceOption = Annotated[

@@ -1,13 +1,23 @@
 """Draft sources: each proposes one tree per row."""
 
-from hf_treespec.draft.base import CreditedDraft, Draft, DraftRow, LearningDraft, WeighingDraft
+from hf_treespec.draft.base import (
+    CreditedDraft,
+    Draft,
+    DraftRow,
+    FeatureDraft,
+    Features,
+    LearningDraft,
+    WeighingDraft,
+)
 from hf_treespec.draft.corpus import CorpusIndex, build_corpus_index, open_corpus_index, tokenizer_fingerprint
+from hf_treespec.draft.heads import DraftHead, EagleHead, MedusaHead, MLPHead, head_draft
 from hf_treespec.draft.joined import JoinedDraft
 from hf_treespec.draft.layers import LayerDraft
 from hf_treespec.draft.levels import LevelReader
 from hf_treespec.draft.lookahead import LookaheadPredictor
 from hf_treespec.draft.model import ModelDraft
 from hf_treespec.draft.ngram import ContextPredictor, NgramDraft, SuffixDraft, ngram_predictor, suffix_predictor
+from hf_treespec.draft.ranking import Ranker
 from hf_treespec.draft.recycle import RecyclePredictor, RecycleTable, forget_tables, table_of
 from hf_treespec.draft.retokenize import RetokenizedDraft
 from hf_treespec.draft.sampling import ChildSampler
@@ -20,16 +30,23 @@ __all__ = [
     "CorpusIndex",
     "CreditedDraft",
     "Draft",
+    "DraftHead",
     "DraftRow",
+    "EagleHead",
+    "FeatureDraft",
+    "Features",
     "JoinedDraft",
     "LayerDraft",
     "LayerPlan",
     "LearningDraft",
     "LevelReader",
     "LookaheadPredictor",
+    "MLPHead",
+    "MedusaHead",
     "ModelDraft",
     "NgramDraft",
     "Predictor",
+    "Ranker",
     "RecyclePredictor",
     "RecycleTable",
     "RetokenizedDraft",
@@ -38,6 +55,7 @@ __all__ = [
     "WeighingDraft",
     "build_corpus_index",
     "forget_tables",
+    "head_draft",
     "ngram_predictor",
     "open_corpus_index",
     "skippable",

@@ -11,7 +11,15 @@ from torch import Tensor
 from hf_treespec.tree import TokenTree, TreeLimits
 from hf_treespec.verify import DraftLaws
 
-__all__ = ["CreditedDraft", "Draft", "DraftRow", "LearningDraft", "WeighingDraft"]
+__all__ = [
+    "CreditedDraft",
+    "Draft",
+    "DraftRow",
+    "FeatureDraft",
+    "Features",
+    "LearningDraft",
+    "WeighingDraft",
+]
 
 
 @dataclass(slots=True)
@@ -122,3 +130,45 @@ class WeighingDraft(Protocol):
     """
 
     promise: Callable[[Sequence[TokenTree], Sequence[int]], tuple[float, float] | None] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """Which hidden states of the target a source reads.
+
+    Args:
+        layers: as `output_hidden_states` of transformers counts them: 0 is what the first decoder layer is given, i
+            what layer i - 1 gives. The number of layers itself is not among them: there transformers has `last`.
+        last: whether the last hidden state comes behind those: after the final norm, as the LM head reads it.
+    """
+
+    layers: tuple[int, ...] = ()
+    last: bool = False
+
+    @property
+    def count(self) -> int:
+        """How many hidden states there are of each token."""
+        return len(self.layers) + self.last
+
+
+@runtime_checkable
+class FeatureDraft(Protocol):
+    """What a source has besides that reads hidden states of the target.
+
+    Attributes:
+        features: which ones.
+    """
+
+    features: Features
+
+    def read(self, states: Sequence[Tensor | None]) -> None:
+        """Take the hidden states of all tokens that the target has read since the last time, in order.
+
+        Called after the prefill, before the first token is chosen, and after each round before `commit`. So at
+        `propose` there are those of every token of a row but its root, as far back as this call has read the text.
+
+        Args:
+            states: per row `[tokens, features.count * hidden size]`, on the device and in the type of the target's
+                last layer that is read; None for a row that did not advance.
+        """
+        ...

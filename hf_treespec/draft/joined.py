@@ -19,7 +19,7 @@ from math import exp
 
 from torch import Tensor
 
-from hf_treespec.draft.base import Draft, DraftRow
+from hf_treespec.draft.base import Draft, DraftRow, FeatureDraft, Features
 from hf_treespec.draft.text import Predictor, TextDraft
 from hf_treespec.tree import TokenTree, TreeLimits
 from hf_treespec.verify import DraftLaws
@@ -59,6 +59,18 @@ class JoinedDraft:
     def origins(self) -> list[list[tuple[str, ...]]]:
         """See `CreditedDraft`."""
         return self._text.origins
+
+    @property
+    def features(self) -> Features:
+        """See `FeatureDraft`; there are none if the costly draft reads none."""
+        if not isinstance(self._costly, FeatureDraft):
+            raise AttributeError(f"{self._costly.name} reads no hidden states")
+        return self._costly.features
+
+    def read(self, states: Sequence[Tensor | None]) -> None:
+        """See `FeatureDraft.read`; the costly draft is told in every round, asked or not."""
+        if isinstance(self._costly, FeatureDraft):
+            self._costly.read(states)
 
     @property
     def forward_seconds(self) -> float:

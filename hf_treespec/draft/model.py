@@ -22,6 +22,7 @@ from hf_treespec.attention import learned_position_limit
 from hf_treespec.cache import CacheTransaction, RowCache
 from hf_treespec.draft.base import DraftRow
 from hf_treespec.draft.levels import LevelReader
+from hf_treespec.draft.ranking import Ranker
 from hf_treespec.draft.sampling import ChildSampler
 from hf_treespec.routes import Route
 from hf_treespec.tree import Candidate, TokenTree, TreeLimits, grow, grow_adapted
@@ -67,12 +68,10 @@ class ModelDraft:
         # Per row, the score of each node of the tree last proposed: log probability that it is accepted.
         self.scores: list[list[float]] = []
         self._growth = growth
-        self._target_vocab = vocab_size
         self._vocab = min(vocab_size, _compat.vocabulary_size(model))
         self._readable = _compat.embedding_rows(model)
-        self._processors = processors
-        self._device = device
         self._sampler = sampler
+        self._ranker = Ranker(vocab_size, processors=processors, device=device, sampler=sampler)
         self._by_slots = not route.told_positions
         # Positions that a model counts itself it is not told.
         self._tells_positions = route is Route.MASK or (route is Route.ALIBI and _compat.accepts_position_ids(model))
@@ -204,51 +203,15 @@ class ModelDraft:
         return rows.mask(slots, None, "cpu")
 
     def rank(self, logits_RV: Tensor, noise: Sequence[Tensor | None], count: int) -> list[list[Candidate]]:
-        """The `count` best children of each of R nodes, best first, with their confidence.
-
-        Under sampling children are the Gumbel-top-k: the best by log q plus the noise that the target will add. Then
-        the confidence is the softmax of the perturbed scores, else of the logits.
-
-        Args:
-            logits_RV: raw logits.
-            noise: per node the Gumbel noise `[V']` of its children's position, or None.
-            count: children wanted.
-
-        Returns:
-            Candidates per node.
-        """
-        scores = self._shaped(logits_RV)
-        if any(n is not None for n in noise):
-            rows = [scores.new_zeros(scores.shape[1]) if n is None else n[: scores.shape[1]].to(scores) for n in noise]
-            scores = scores + torch.stack(rows)
-        count = min(count, scores.shape[1])
-        top, tokens = scores.topk(count, dim=-1)
-        confidence = top - scores.logsumexp(-1, keepdim=True)
-        return [
-            [Candidate(token, conf) for token, conf in zip(ts, cs, strict=True) if conf > float("-inf")]
-            for ts, cs in zip(tokens.tolist(), confidence.tolist(), strict=True)
-        ]
+        """The `count` best children of each of R nodes; see `Ranker.rank`."""
+        return self._ranker.rank(logits_RV, noise, count)
 
     def sample(
         self, row: int, position: int, nodes: Sequence[int], counts: Sequence[int], logits_RV: Tensor
     ) -> list[list[Candidate]] | None:
         """Random children of nodes of a row whose root has this position, or None without a sampler."""
-        if self._sampler is None:
-            return None
-        laws_RV = self._shaped(logits_RV).softmax(-1)
-        # Ids that only the target knows are never drawn.
-        laws_RV = torch.nn.functional.pad(laws_RV, (0, self._target_vocab - laws_RV.shape[-1]))
-        return self._sampler.draw(row, position, nodes, counts, laws_RV)
+        return self._ranker.sample(row, position, nodes, counts, logits_RV)
 
     def laws(self, batch: int) -> DraftLaws | None:
         """The laws that the random children of the trees last proposed were drawn from."""
-        return None if self._sampler is None else self._sampler.laws(batch)
-
-    def _shaped(self, logits_RV: Tensor) -> Tensor:
-        """Scores after the processors, float32."""
-        scores = logits_RV.to(torch.float32, copy=True)
-        if self._processors:
-            scores = scores.to(self._device)
-            ids = torch.zeros((scores.shape[0], 1), dtype=torch.long, device=scores.device)
-            scores = _compat.process_logits(self._processors, ids, scores)
-        return scores
+        return self._ranker.laws(batch)

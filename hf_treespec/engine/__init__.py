@@ -1,6 +1,7 @@
 """Runs rounds: prefill, draft, one target forward, walk, commit, emit."""
 
 from hf_treespec.engine.checks import check_cache_of, check_path_settings, check_settings
+from hf_treespec.engine.features import FeatureTaps, Places, tapped
 from hf_treespec.engine.forward import TargetForward
 from hf_treespec.engine.loop import generate_with_tree
 from hf_treespec.engine.ordered import OrderedForward
@@ -10,8 +11,10 @@ from hf_treespec.engine.request import Request
 from hf_treespec.engine.target import cache_of, make_target, state_kwargs
 
 __all__ = [
+    "FeatureTaps",
     "OrderedForward",
     "PathForward",
+    "Places",
     "Prompt",
     "Request",
     "TargetForward",
@@ -22,4 +25,5 @@ __all__ = [
     "generate_with_tree",
     "make_target",
     "state_kwargs",
+    "tapped",
 ]

@@ -13,16 +13,19 @@ from hf_treespec import _compat
 from hf_treespec.draft import (
     ChildSampler,
     Draft,
+    DraftHead,
     DraftRow,
     JoinedDraft,
     LayerDraft,
     LookaheadPredictor,
     ModelDraft,
     Predictor,
+    Ranker,
     RecyclePredictor,
     RecycleTable,
     RetokenizedDraft,
     TextDraft,
+    head_draft,
     ngram_predictor,
     open_corpus_index,
     suffix_predictor,
@@ -127,7 +130,7 @@ def make_draft(request: Request, vocab: int, sampler: ChildSampler | None) -> Dr
         vocab: width of the target's logits.
         sampler: draws children of a draft model at random; None ranks them.
     """
-    config, assistant = request.tree_config, request.assistant_model
+    config, assistant, head = request.tree_config, request.assistant_model, request.head
     if request.layers is not None:
         return LayerDraft(
             request.target,
@@ -141,12 +144,23 @@ def make_draft(request: Request, vocab: int, sampler: ChildSampler | None) -> Dr
             route=request.route,
             sampler=sampler,
         )
-    names = config.sources if assistant is not None else config.sources or ("ngram",)
+    alone = assistant is None and head is None
+    names = config.sources or ("ngram",) if alone else config.sources
     predictors = [_predictor(name, request, vocab) for name in names]
-    if assistant is None:
+    own: Draft
+    if head is not None:
+        own = _of_head(head, request, vocab, sampler)
+    elif assistant is not None:
+        own = _of_assistant(assistant, request, vocab, sampler)
+    else:
         return TextDraft(predictors, growth=config.growth, vocab_size=vocab)
-    own = _of_assistant(assistant, request, vocab, sampler)
     return JoinedDraft(own, predictors, growth=config.growth, vocab_size=vocab) if predictors else own
+
+
+def _of_head(head: DraftHead, request: Request, vocab: int, sampler: ChildSampler | None) -> Draft:
+    device = request.input_ids.device
+    ranker = Ranker(vocab, processors=_shaping(request), device=device, sampler=sampler, ids_V=head.ids)
+    return head_draft(head, request.target, ranker, growth=request.tree_config.growth)
 
 
 def _of_assistant(

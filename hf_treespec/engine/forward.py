@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_treespec import _compat
 from hf_treespec.attention import TreeContext, node_positions, tree_forward_context
 from hf_treespec.cache import RowCache
+from hf_treespec.engine.features import Places
 from hf_treespec.engine.outputs import KeptStates
 from hf_treespec.errors import UnsupportedModelError
 from hf_treespec.routes import Route
@@ -78,6 +79,10 @@ class TargetForward:
         if self._slots is None:
             return paths
         return [[slots[node] for node in path] for slots, path in zip(self._slots, paths, strict=True)]
+
+    def places(self, paths: Sequence[Sequence[int]]) -> Places:
+        """Where the forward of the trees that were read last has the nodes of the paths."""
+        return Places([([row] * len(slots), slots) for row, slots in enumerate(self.slots(paths))])
 
     def positions(self, ahead: Sequence[int], depths_BQ: Tensor, first: int) -> Tensor:
         """Position ids `[..., B, Q]` of tokens behind the cache.

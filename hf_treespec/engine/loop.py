@@ -19,7 +19,7 @@ from hf_treespec.cache import (
     restored_state_on_error,
 )
 from hf_treespec.control import SizePolicy
-from hf_treespec.draft import LayerDraft, LearningDraft, WeighingDraft, skippable
+from hf_treespec.draft import FeatureDraft, LayerDraft, LearningDraft, WeighingDraft, skippable
 from hf_treespec.engine.checks import (
     check_cache_of,
     check_independent,
@@ -28,6 +28,7 @@ from hf_treespec.engine.checks import (
     check_senses,
 )
 from hf_treespec.engine.choice import Choice, make_draft
+from hf_treespec.engine.features import FeatureTaps, tapped
 from hf_treespec.engine.forward import TargetForward
 from hf_treespec.engine.guidance import Guidance
 from hf_treespec.engine.ordered import only_plain, settled
@@ -79,8 +80,8 @@ def generate_with_tree(
         prompt = _checked(model, request)
     refused = False
     try:
-        with _prepared(model, request):
-            return _decode(model, request, prompt, stats, start)
+        with _prepared(model, request), tapped(model, request.features) as taps:
+            return _decode(model, request, prompt, stats, start, taps)
     except UnsupportedCallError:
         refused = True
         raise
@@ -144,7 +145,12 @@ def _prepared(model: PreTrainedModel, request: Request) -> Iterator[None]:
 
 
 def _decode(
-    model: PreTrainedModel, request: Request, prompt: Prompt, stats: TreeStats, start: float
+    model: PreTrainedModel,
+    request: Request,
+    prompt: Prompt,
+    stats: TreeStats,
+    start: float,
+    taps: FeatureTaps | None,
 ) -> GenerateOutput | Tensor:
     config, generation = request.tree_config, request.generation_config
     batch = int(request.input_ids.shape[0])
@@ -188,7 +194,8 @@ def _decode(
     )
     whole = request.route.by_paths and passed is not None and is_order_bound(passed)
     with restored_state_on_error(passed) if whole else restored_on_error(passed):
-        outputs = _compat.prefill(model, request.input_ids, generation, request.model_kwargs)
+        with nullcontext() if taps is None else taps.watched():
+            outputs = _compat.prefill(model, request.input_ids, generation, request.model_kwargs)
         cache, carried = cache_of(model, request.route, request.model_kwargs, outputs)
     device = request.input_ids.device
     last_logits = outputs.logits[:, -1].to(device, copy=True)
@@ -204,6 +211,9 @@ def _decode(
     stats.draft = draft.name
     # Where no tree is grown nothing needs to be learnt.
     grows = config.max_nodes > 0 and not barred
+    taps = taps if grows else None
+    if taps is not None and isinstance(draft, FeatureDraft):
+        draft.read(taps.of_prompt(prompt))
     observe = draft.observe if grows and isinstance(draft, LearningDraft) and draft.learns else None
     if observe is not None and all(prompt.known_tokens):
         # Of the prefill plain decoding makes the logits of the last position only.
@@ -252,6 +262,7 @@ def _decode(
         batched_choice=device.type != "cpu" and not keep_scores and are_length_free(processors),
         guidance=guidance,
         independent=choice.independent,
+        taps=taps,
     )
     wanted = wants_dict or _compat.is_user_defined(cache)
     try:

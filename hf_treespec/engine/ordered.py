@@ -22,8 +22,9 @@ from torch import Tensor
 
 from hf_treespec import _compat
 from hf_treespec.cache import OrderBoundRows, Read
+from hf_treespec.engine.features import Places
 from hf_treespec.engine.forward import all_logits, continued_kinds
-from hf_treespec.engine.paths import plan_paths, take_rows
+from hf_treespec.engine.paths import PathPlan, plan_paths, take_rows
 from hf_treespec.engine.prompt import Prompt
 from hf_treespec.engine.stem import StemChoice
 from hf_treespec.routes import PathTraits, Route
@@ -72,6 +73,9 @@ class OrderedForward:
         self._tells_positions = positions is not None
         # As in plain decoding, which a state may hold them from.
         self._one_for_all = positions is not None and positions.shape[-2] == 1 < len(rows.lengths)
+        self._plan: PathPlan | None = None
+        self._skipped = 0
+        self._stem = False
         self.stems = StemChoice()
         # Longest paths from which no root is taken: of RWKV several rows of one token each do not come out right.
         self._kept_whole = 2 if alone else 1
@@ -96,9 +100,15 @@ class OrderedForward:
                 self.settle()
         transaction.spread(Read([tree.tokens for tree in trees], plan.home, plan.sources, width))
         pending_BN = torch.tensor(rows.pending, dtype=torch.long).reshape(batch, rows.ahead)
+        self._plan, self._skipped, self._stem = plan, rows.ahead, roots_BV is not None
         tokens_PT = plan.tokens_PT if roots_BV is None else plan.tokens_PT[:, 1:]
         logits_PQV = self._read(torch.cat([pending_BN[plan.sources], tokens_PT], dim=1), plan.sources)
         return plan.logits_of_nodes(logits_PQV[:, -tokens_PT.shape[1] :], roots_BV)
+
+    def places(self, paths: Sequence[Sequence[int]]) -> Places:
+        """Where the forward of the trees that were read last has the nodes of the paths."""
+        assert self._plan is not None
+        return self._plan.places(paths, skipped=self._skipped, stem=self._stem)
 
     def slots(self, paths: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """What the state commits for the nodes of the paths: themselves."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from hf_treespec import _compat
 from hf_treespec.attention import learned_position_limit
 from hf_treespec.cache import PathCache
+from hf_treespec.engine.features import Places
 from hf_treespec.engine.forward import all_logits, continued_kinds
 from hf_treespec.engine.prompt import Prompt
 from hf_treespec.engine.stem import StemChoice
@@ -51,6 +52,22 @@ class PathPlan:
     sources: list[int]
     home: list[list[int]]
     depths: list[list[int]]
+
+    def places(self, paths: Sequence[Sequence[int]], *, skipped: int = 0, stem: bool = False) -> Places:
+        """Where a forward of the paths has the nodes of some.
+
+        Args:
+            paths: per row the nodes.
+            skipped: columns of the forward after which the paths begin.
+            stem: whether their roots were read in the forward before.
+        """
+        return Places(
+            [
+                ([home[node] for node in path], [skipped + depths[node] - stem for node in path])
+                for path, home, depths in zip(paths, self.home, self.depths, strict=True)
+            ],
+            stem,
+        )
 
     def logits_of_nodes(self, logits_PTV: Tensor, roots_BV: Tensor | None = None) -> Tensor:
         """`[B, N, V]` of the nodes; rows with fewer nodes repeat their root's.
@@ -135,7 +152,14 @@ class PathForward:
             not self._prefix and _compat.accepts_position_ids(model)
         )
         self._cache_kwarg = _compat.cache_kwarg(model)
+        self._plan: PathPlan | None = None
+        self._stem = False
         self.stems = StemChoice()
+
+    def places(self, paths: Sequence[Sequence[int]]) -> Places:
+        """Where the forward of the trees that were read last has the nodes of the paths."""
+        assert self._plan is not None
+        return self._plan.places(paths, stem=self._stem)
 
     def slots(self, paths: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """What the cache commits for nodes of the trees that were read last: its transaction knows them by node."""
@@ -155,6 +179,7 @@ class PathForward:
             roots = torch.tensor([[tree.tokens[0]] for tree in trees])
             roots_BV = self._read(roots, range(batch), ahead, read=0)[:, -1]
         read = int(roots_BV is not None)
+        self._plan, self._stem = plan, bool(read)
         self._cache.spread(plan.sources, plan.home)
         logits_PTV = self._read(plan.tokens_PT[:, read:], plan.sources, ahead, read=read)
         return plan.logits_of_nodes(logits_PTV, roots_BV)

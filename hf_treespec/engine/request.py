@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from hf_treespec import _compat
 from hf_treespec.config import TreeConfig
-from hf_treespec.draft import LayerPlan
+from hf_treespec.draft import DraftHead, Features, LayerPlan
 from hf_treespec.routes import PathTraits, Route
 from hf_treespec.rules import COUPLED, Rule, rule_named
 from hf_treespec.tree import TreeLimits
@@ -39,6 +40,7 @@ class Request:
         model_kwargs: the other arguments of the model.
         tree_config: how to speculate.
         assistant_model: draft model, if one was passed.
+        head: draft that reads the target's hidden states, if one was passed.
         assistant_route: how trees enter the draft model.
         assistant_position_modules: as `position_modules`, of the draft model.
         streamer: already holds the prompt.
@@ -59,6 +61,7 @@ class Request:
     model_kwargs: dict[str, Any]
     tree_config: TreeConfig
     assistant_model: PreTrainedModel | None = None
+    head: DraftHead | None = None
     streamer: BaseStreamer | None = None
     tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None
     synced_gpus: bool = False
@@ -75,6 +78,13 @@ class Request:
         """The rule of independent draws that the call asks for; None for the coupled one and for greedy decoding."""
         name = self.tree_config.verification
         return None if name == COUPLED or not self.generation_config.do_sample else rule_named(name)
+
+    @property
+    def features(self) -> Features | None:
+        """The hidden states of the target that the draft reads; None if it reads none, or there are no trees."""
+        if self.head is None or not self.tree_config.max_nodes:
+            return None
+        return self.head.features(len(_compat.decoder_layers(self.target)))
 
     @property
     def limits(self) -> TreeLimits:

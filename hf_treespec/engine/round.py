@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Protocol
 
 from torch import Tensor
 
 from hf_treespec.cache import CacheTransaction, OrderBoundRows, OrderBoundTransaction, RowCache
 from hf_treespec.control import SizePolicy
-from hf_treespec.draft import CreditedDraft, Draft
+from hf_treespec.draft import CreditedDraft, Draft, FeatureDraft
+from hf_treespec.engine.features import FeatureTaps, Places
 from hf_treespec.engine.guidance import Guidance
 from hf_treespec.engine.outputs import KeptStates
 from hf_treespec.engine.state import GrowingText
@@ -31,6 +32,10 @@ class Forward(Protocol):
 
     def slots(self, paths: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """What the cache commits for the nodes of the paths."""
+        ...
+
+    def places(self, paths: Sequence[Sequence[int]]) -> Places:
+        """Where the forward has the nodes of the paths."""
         ...
 
 
@@ -56,6 +61,7 @@ class RoundRunner:
         states: hidden states and attentions that the call asks for; rows must be in step.
         guidance: the unconditional stream of the call, or None.
         independent: decides rounds with trees by independent draws; None for the walk.
+        taps: hidden states of the target, for a `FeatureDraft` that reads them.
     """
 
     def __init__(
@@ -79,6 +85,7 @@ class RoundRunner:
         states: KeptStates | None = None,
         guidance: Guidance | None = None,
         independent: IndependentDecider | None = None,
+        taps: FeatureTaps | None = None,
     ) -> None:
         self._text = text
         self._forward = forward
@@ -98,6 +105,7 @@ class RoundRunner:
         self._states = states
         self._guidance = guidance
         self._independent = independent
+        self._taps = taps
 
     def run(self) -> None:
         """One round of all rows that have not ended; in step the ended ones follow with padding."""
@@ -224,7 +232,8 @@ class RoundRunner:
             if guidance is not None:
                 stack.enter_context(guidance.transaction())
             start = time.perf_counter()
-            logits = self._forward(trees, ahead)
+            with nullcontext() if self._taps is None else self._taps.watched():
+                logits = self._forward(trees, ahead)
             if guidance is not None:
                 guidance.read(trees, ahead)
             walked = time.perf_counter()
@@ -259,6 +268,8 @@ class RoundRunner:
             transaction.commit(slots)
             if guidance is not None:
                 guidance.commit(paths)
+        if self._taps is not None and kept and isinstance(self._draft, FeatureDraft):
+            self._draft.read(self._taps.of_paths(self._forward.places(paths)))
         if self._observe is not None and kept:
             self._observe(trees, logits, [path if alive else [] for path, alive in zip(paths, live, strict=True)])
         self._draft.commit([[kept[row][node] for node in path] for row, path in enumerate(paths)] if kept else paths)

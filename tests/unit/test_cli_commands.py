@@ -254,3 +254,34 @@ def test_sampling_arguments() -> None:
     assert sampling_arguments(0.0) == {"do_sample": False}
     assert sampling_arguments(0.5) == {"do_sample": True, "temperature": 0.5}
     assert sampling_arguments(1.0, 0.9, 3) == {"do_sample": True, "temperature": 1.0, "top_p": 0.9, "top_k": 3}
+
+
+def head_folder(folder: str, target: Path) -> Path:
+    """A random Medusa head for the model of a folder."""
+    from transformers import AutoConfig
+
+    from hf_treespec import save_draft
+    from hf_treespec.draft import MedusaHead
+
+    config = AutoConfig.from_pretrained(folder)
+    return save_draft(MedusaHead(config.hidden_size, config.vocab_size, heads=2), target / "head")
+
+
+def test_generate_and_bench_with_a_head(treespec: Run, llama_folder: str, sets: list[str], tmp_path: Path) -> None:
+    head = head_folder(llama_folder, tmp_path)
+    result = treespec(
+        *("generate", llama_folder, "--prompt", PROMPT, "--raw", "--json", "--max-new-tokens", 8),
+        *("--draft-model", head, "--fallback", "off"),
+    )
+    assert (result.exit_code, result.stderr) == (0, "")
+    facts = json.loads(result.stdout)
+    assert facts["stats"]["draft"] == "medusa" and facts["stats"]["drafted_nodes"] > 0
+    assert facts["text"] == stock_text(llama_folder, PROMPT, max_new_tokens=8, do_sample=False)
+    result = treespec(
+        *("bench", llama_folder, *sets, "--max-new-tokens", 4, "--warmup", 0, "--limit", 1, "--json"),
+        *("--csv", tmp_path / "bench.csv", "--draft-model", head),
+    )
+    assert result.exit_code == 0, (result.stderr, result.exception)
+    methods = {row["method"] for row in json.loads(result.stdout)["results"]}
+    # Assisted decoding of transformers knows no draft heads.
+    assert methods == {"plain", "prompt_lookup", "treespec"}

@@ -29,6 +29,8 @@ def test_public_names() -> None:
         "find_layer_skip",
         "install",
         "is_supported",
+        "load_draft",
+        "save_draft",
         "uninstall",
     ]
     assert all(hasattr(hf_treespec, name) for name in hf_treespec.__all__)

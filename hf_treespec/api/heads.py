@@ -1,0 +1,98 @@
+"""What a call says about a draft head: whether it was made for this target, and whether it can be served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from hf_treespec import _compat
+from hf_treespec.api.assistants import check_sources, differing_tokenizers
+from hf_treespec.api.probe import FAILURES, evaluation
+from hf_treespec.config import TreeConfig
+from hf_treespec.draft import DraftHead, Features
+from hf_treespec.engine import Places, tapped
+from hf_treespec.errors import TreeSpecError, UnsupportedCallError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["as_head", "check_head"]
+
+# Per model the features whose hooks were compared with `output_hidden_states`, and what came of it.
+_TRIED: WeakKeyDictionary[PreTrainedModel, dict[Features, str | None]] = WeakKeyDictionary()
+
+
+def as_head(assistant: Any) -> DraftHead | None:
+    """The assistant of a call if it is a draft head, else None."""
+    inner = getattr(assistant, "_orig_mod", assistant)
+    return inner if isinstance(inner, DraftHead) else None
+
+
+def check_head(model: PreTrainedModel, config: TreeConfig, head: DraftHead, mode_kwargs: Mapping[str, Any]) -> None:
+    """Refuse a head that was not made for the target, or a call that it cannot serve.
+
+    Raises:
+        UnsupportedCallError: naming the sizes, or the argument.
+        UnsupportedModelError: if the hidden states of the target cannot be found.
+    """
+    check_sources(model, config, mode_kwargs, assistant=True)
+    if mode_kwargs.get("synced_gpus"):
+        raise UnsupportedCallError(
+            f"synced_gpus=True with a {head.kind} head as assistant_model: ranks that wait for others run forwards of "
+            "the target that the head must not see; leave the head out to draft by n-grams"
+        )
+    if differing_tokenizers(mode_kwargs.get("tokenizer"), mode_kwargs.get("assistant_tokenizer")) is not None:
+        raise UnsupportedCallError(
+            f"assistant_tokenizer with a {head.kind} head as assistant_model: a head reads and writes the target's "
+            "own tokens; leave assistant_tokenizer out"
+        )
+    head.check(model)
+    fault = features_fault(model, head.features(len(_compat.decoder_layers(model))))
+    if fault is not None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot take a {head.kind} head: {fault}. Leave assistant_model out to draft by "
+            "n-grams"
+        )
+
+
+def features_fault(model: PreTrainedModel, features: Features) -> str | None:
+    """Why hooks do not show the hidden states of a model, or None; found by one small forward, once for a model.
+
+    Weights that accelerate offloads would take too long to bring in: such a model is taken as it looks.
+    """
+    if _compat.weights_place(model) != "here":
+        return None
+    answers = _TRIED.setdefault(model, {})
+    if features not in answers:
+        with torch.inference_mode(False), torch.no_grad(), evaluation(model):
+            answers[features] = _compared(model, features)
+    return answers[features]
+
+
+def _compared(model: PreTrainedModel, features: Features) -> str | None:
+    ids = torch.tensor([[1, 2, 3]], device=model.device)
+    name = "decoder_input_ids" if _compat.is_encoder_decoder(model) else "input_ids"
+    inputs = {name: ids, "use_cache": False, "return_dict": True, **_compat.encoder_states(model)}
+    try:
+        with tapped(model, features) as taps:
+            assert taps is not None
+            with taps.watched():
+                outputs = model(**inputs, output_hidden_states=True)
+            (seen,) = taps.of_paths(Places([([0] * 3, [0, 1, 2])]))
+    except (*FAILURES, TreeSpecError) as error:
+        return f"its hidden states could not be read: {type(error).__name__}: {error}"
+    states = getattr(outputs, "decoder_hidden_states", None) or outputs.hidden_states
+    wanted = [states[layer][0] for layer in features.layers] + [states[-1][0]] * features.last
+    expected = torch.cat([state.to(wanted[-1].device, wanted[-1].dtype) for state in wanted], dim=-1)
+    if seen is None or seen.shape != expected.shape or not _close(seen, expected):
+        return f"hooks on its layers do not show the hidden states {features.layers} that it names itself"
+    return None
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    scale = float(other.abs().max()) * torch.finfo(other.dtype).eps
+    return bool(((one - other).abs() <= 16 * scale).all())

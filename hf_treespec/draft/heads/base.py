@@ -1,0 +1,131 @@
+"""What all draft heads have in common: sizes, what they read of the target, and where they came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hf_treespec import _compat
+from hf_treespec.draft.base import Features
+from hf_treespec.errors import UnsupportedCallError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["Borrowed", "DraftHead", "Source"]
+
+
+class Borrowed(NamedTuple):
+    """Parts of the target that heads without their own use; they are called and never changed.
+
+    Attributes:
+        embeddings: of tokens.
+        lm_head: None if the target names none.
+    """
+
+    embeddings: nn.Module
+    lm_head: nn.Module | None
+
+    @classmethod
+    def of(cls, target: PreTrainedModel) -> Borrowed:
+        """Those of a loaded model."""
+        return cls(*_compat.target_parts(target))
+
+
+@dataclass(slots=True)
+class Source:
+    """Where a head was read from, so that it can be written back as it was.
+
+    Args:
+        layout: name of the layout, see `hf_treespec.draft.heads.formats`.
+        config: its `config.json`.
+        tensors: names of its tensors, and those that the head does not use.
+    """
+
+    layout: str
+    config: Mapping[str, Any]
+    tensors: tuple[str, ...] = ()
+    unused: dict[str, Tensor] = field(default_factory=dict)
+
+
+class DraftHead(nn.Module):
+    """A draft that reads the target's hidden states. An ordinary module: `forward` is for training.
+
+    Args:
+        hidden_size: of the target's hidden states.
+        vocab_size: ids of the target.
+        ids_V: int64, the target's id of each id that the head knows, all different; None if it knows all of them.
+
+    Attributes:
+        kind: what the statistics call it.
+        max_depth: how far ahead it can draft; None without a bound.
+        source: where it was read from, if it was.
+    """
+
+    kind = "head"
+    max_depth: int | None = None
+
+    def __init__(self, hidden_size: int, vocab_size: int, ids_V: Tensor | None = None) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.vocab_size = vocab_size
+        self.source: Source | None = None
+        self.register_buffer("draft_ids", ids_V, persistent=False)
+
+    @property
+    def ids(self) -> Tensor | None:
+        """int64 `[V]`, the target's id of each id that the head knows; None if they are the same."""
+        ids = self.draft_ids
+        return ids if isinstance(ids, Tensor) else None
+
+    @property
+    def draft_vocab(self) -> int:
+        """V: ids that the head knows."""
+        return self.vocab_size if self.ids is None else len(self.ids)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.float32)
+
+    def features(self, target_layers: int) -> Features:
+        """The hidden states that the head reads of a target with so many layers."""
+        raise NotImplementedError
+
+    def placed(self, states: Tensor) -> Tensor:
+        """Hidden states of the target on the head's device, in its type."""
+        return states.to(self.device, self.dtype)
+
+    def check(self, target: PreTrainedModel) -> None:
+        """Refuse a target that the head was not made for, by its sizes.
+
+        Raises:
+            UnsupportedCallError: naming the sizes of both.
+        """
+        layers = len(_compat.decoder_layers(target))
+        sizes = {
+            "hidden states of": (self.hidden_size, _compat.hidden_size(target), "values"),
+            "a vocabulary of": (self.vocab_size, _compat.vocabulary_size(target), "ids"),
+        }
+        for what, (own, theirs, unit) in sizes.items():
+            if own != theirs:
+                raise UnsupportedCallError(
+                    f"assistant_model is a {self.kind} head for {what} {own} {unit}, and {type(target).__name__} has "
+                    f"{theirs}: pass the head that was trained for this target"
+                )
+        wanted = self.features(layers).layers
+        if not all(0 <= layer < layers for layer in wanted) or len(set(wanted)) < len(wanted):
+            raise UnsupportedCallError(
+                f"assistant_model is a {self.kind} head that reads the hidden states {wanted} of its target, and "
+                f"{type(target).__name__} has {layers} layers: expected different ones from 0 to {layers - 1}. Pass "
+                "the head that was trained for this target, or name the layers in its config"
+            )

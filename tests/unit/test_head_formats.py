@@ -1,0 +1,404 @@
+"""Checkpoints of draft heads in each public layout: written by hand, read, run, and written back as they were."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hf_treespec import TreeConfigError, load_draft, save_draft
+from hf_treespec.draft import EagleHead, Features, MedusaHead, MLPHead
+from hf_treespec.draft.heads import Borrowed, is_head
+
+H, V, D = 16, 29, 11
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.randn(*shape)
+
+
+def layer(prefix: str, width: int, inputs: int | None = None, *, bias: bool = False) -> dict[str, Tensor]:
+    """A decoder layer of 4 heads of 4, of which 2 are keys' and values'."""
+    inputs = inputs or width
+    out = {
+        "self_attn.q_proj.weight": rand(16, inputs), "self_attn.k_proj.weight": rand(8, inputs),
+        "self_attn.v_proj.weight": rand(8, inputs), "self_attn.o_proj.weight": rand(width, 16),
+        "mlp.gate_proj.weight": rand(20, width), "mlp.up_proj.weight": rand(20, width),
+        "mlp.down_proj.weight": rand(width, 20), "post_attention_layernorm.weight": rand(width),
+    }  # fmt: skip
+    if bias:
+        out |= {f"self_attn.{name}_proj.bias": rand(size) for name, size in (("q", 16), ("k", 8), ("v", 8))}
+    return {f"{prefix}.{name}": tensor for name, tensor in out.items()}
+
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": H, "intermediate_size": 20, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 4, "num_hidden_layers": 1, "vocab_size": V, "rms_norm_eps": 1e-5,
+    "rope_theta": 5000.0, "hidden_act": "silu", "max_position_embeddings": 128, "torch_dtype": "float32",
+    "pretraining_tp": 1, "bos_token_id": 1,
+}  # fmt: skip
+
+
+def maps(count: int = D) -> dict[str, Tensor]:
+    ids = torch.randperm(V)[:count].sort().values
+    return {"d2t": ids - torch.arange(count), "t2d": torch.zeros(V, dtype=torch.bool).index_fill_(0, ids, True)}
+
+
+def third(first: str, width: int = H, features: int = 3, vocab: int = D) -> dict[str, Tensor]:
+    return {
+        **layer(first, width, 2 * width), f"{first}.hidden_norm.weight": rand(width),
+        f"{first}.input_layernorm.weight": rand(width), "norm.weight": rand(width),
+        "fc.weight": rand(width, features * H), "lm_head.weight": rand(vocab, width),
+    }  # fmt: skip
+
+
+def medusa() -> tuple[dict[str, Any], dict[str, Tensor], str]:
+    config = {"base_model_name_or_path": "some/model", "medusa_num_heads": 3, "medusa_num_layers": 2}
+    tensors = {}
+    for head in range(3):
+        for block in range(2):
+            tensors |= {f"{head}.{block}.linear.weight": rand(H, H), f"{head}.{block}.linear.bias": rand(H)}
+        tensors[f"{head}.2.weight"] = rand(V, H)
+    return config, tensors, "medusa_lm_head.pt"
+
+
+def medusa_vllm() -> tuple[dict[str, Any], dict[str, Tensor], str]:
+    config = {
+        "model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": H, "vocab_size": V, "num_heads": 2,
+        "num_hidden_layers": 1, "truncated_vocab_size": D, "medusa_fc_bias": False, "logit_scale": 2.0,
+    }  # fmt: skip
+    tensors = {"token_map": torch.randperm(V)[:D]}
+    for head in range(2):
+        tensors |= {f"blocks.{head}.layers.0.weight": rand(H, H), f"lm_heads.{head}.weight": rand(D, H)}
+    return config, tensors, "model.safetensors"
+
+
+def mlp() -> tuple[dict[str, Any], dict[str, Tensor], str]:
+    config = {
+        "model_type": "mlp_speculator", "architectures": ["MLPSpeculatorPreTrainedModel"], "vocab_size": V,
+        "emb_dim": H, "inner_dim": 12, "n_predict": 3, "n_candidates": 5, "top_k_tokens_per_head": [4, 3, 2],
+        "tie_weights": False, "scale_input": True,
+    }  # fmt: skip
+    tensors = {}
+    for stage in range(3):
+        tensors |= {
+            f"speculator.emb.{stage}.weight": rand(V, 12), f"speculator.head.{stage}.weight": rand(V, 12),
+            f"speculator.proj.{stage}.weight": rand(12, 12 if stage else H),
+            f"speculator.ln.{stage}.weight": rand(12), f"speculator.ln.{stage}.bias": rand(12),
+        }  # fmt: skip
+    return config, tensors, "model.safetensors"
+
+
+def mlp_tied() -> tuple[dict[str, Any], dict[str, Tensor], str]:
+    """One set of weights for all stages, once in the file."""
+    config, tensors, file = mlp()
+    kept = {name.removeprefix("speculator."): t for name, t in tensors.items() if ".0." in name or "proj.1" in name}
+    return {**config, "tie_weights": True, "scale_input": False, "inner_dim": 12}, kept, file
+
+
+def eagle() -> tuple[dict[str, Any], dict[str, Tensor], str]:
+    tensors = {"embed_tokens.weight": rand(V, H), "fc.weight": rand(H, 2 * H), "fc.bias": rand(H),
+               "layers.0.self_attn.rotary_emb.inv_freq": rand(2)}  # fmt: skip
+    return {**LLAMA, "architectures": ["LlamaForCausalLM"]}, {**layer("layers.0", H), **tensors}, "pytorch_model.bin"
+
+
+def eagle_qwen() -> tuple[dict[str, Any], dict[str, Tensor], str]:
+    """Biases that only the tensors tell of."""
+    tensors = {**layer("layers.0", H, bias=True), "fc.weight": rand(H, 2 * H)}
+    return {**LLAMA, "qkv_bias": True}, tensors, "model.safetensors"
+
+
+def eagle3() -> tuple[dict[str, Any], dict[str, Tensor], str]:
+    nested = {"eagle_aux_hidden_state_layer_ids": [1, 3, 5], "use_aux_hidden_state": True}
+    config = {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": D, "eagle_config": nested}
+    return config, {**third("midlayer"), **maps()}, "model.safetensors"
+
+
+def eagle3_wide() -> tuple[dict[str, Any], dict[str, Tensor], str]:
+    """Another width than the target's, all ids, its own embeddings, and layers that nobody names."""
+    config = {**LLAMA, "hidden_size": 12, "draft_vocab_size": V, "target_hidden_size": H}
+    tensors = {**third("midlayer", 12, vocab=V), "embed_tokens.weight": rand(V, 12), "d2t": torch.zeros(V).long(),
+               "t2d": torch.ones(V, dtype=torch.bool)}  # fmt: skip
+    return config, tensors, "model.safetensors"
+
+
+def speculators() -> tuple[dict[str, Any], dict[str, Tensor], str]:
+    config = {
+        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "speculators_version": "0.3.0",
+        "draft_vocab_size": D, "norm_before_residual": True, "target_hidden_size": None,
+        "eagle_aux_hidden_state_layer_ids": [2, 4, 6], "transformer_layer_config": LLAMA,
+        "speculators_config": {"algorithm": "eagle3", "default_proposal_method": "greedy", "proposal_methods": [
+            {"proposal_type": "greedy", "speculative_tokens": 3}], "verifier": {"name_or_path": "some/model"}},
+    }  # fmt: skip
+    return config, {**third("layers.0"), **maps(), "embed_tokens.weight": rand(V, H)}, "model.safetensors"
+
+
+def speculators_qwen3() -> tuple[dict[str, Any], dict[str, Tensor], str]:
+    config, tensors, file = speculators()
+    config["transformer_layer_config"] = {**LLAMA, "model_type": "qwen3"}
+    config["norm_before_fc"] = True
+    more = {"layers.0.self_attn.q_norm.weight": rand(4), "layers.0.self_attn.k_norm.weight": rand(4)}
+    return config, {**tensors, **more, "input_norm.weight": rand(3 * H)}, file
+
+
+def speculators_eagle() -> tuple[dict[str, Any], dict[str, Tensor], str]:
+    config = {
+        "architectures": ["EagleSpeculator"], "speculators_model_type": "eagle", "fusion_bias": True,
+        "layernorms": False, "transformer_layer_architecture": "LlamaDecoderLayer", "transformer_layer_config": LLAMA,
+        "speculators_config": {"algorithm": "eagle"},
+    }  # fmt: skip
+    tensors = {**layer("transformer", H), "fusion_fc.weight": rand(H, 2 * H), "fusion_fc.bias": rand(H)}
+    return config, tensors, "model.safetensors"
+
+
+MAKERS = (medusa, medusa_vllm, mlp, mlp_tied, eagle, eagle_qwen, eagle3, eagle3_wide, speculators, speculators_qwen3,
+          speculators_eagle)  # fmt: skip
+every = pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
+
+
+def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], file: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if file.endswith(".safetensors"):
+        save_file(tensors, folder / file)
+    else:
+        torch.save(tensors, folder / file)
+    return folder
+
+
+def read(folder: Path) -> dict[str, Tensor]:
+    (file,) = (path for path in folder.iterdir() if path.name != "config.json")
+    return load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert set(one) == set(other)
+    for name, tensor in one.items():
+        assert other[name].dtype == tensor.dtype and torch.equal(other[name], tensor), name
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_round_trip(make: Callable[[], Any], dtype: torch.dtype, tmp_path: Path) -> None:
+    config, tensors, file = make()
+    tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+    folder = write(tmp_path / "given", config, tensors, file)
+    assert is_head(folder)
+    head = load_draft(folder)
+    assert head.dtype == dtype and not head.training and (head.hidden_size, head.vocab_size) == (H, V)
+    out = save_draft(head, tmp_path / "back")
+    assert json.loads((out / "config.json").read_text()) == config
+    assert_same(tensors, read(out))
+
+
+CASTS = [(medusa, "medusa-vllm"), (eagle3, "speculators"), (speculators, "eagle3"), (eagle, "speculators"),
+         (speculators_eagle, "eagle"), (mlp_tied, None), (eagle3_wide, "speculators")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "layout"), CASTS, ids=lambda value: getattr(value, "__name__", value))
+def test_from_one_layout_to_another(make: Callable[[], Any], layout: str | None, tmp_path: Path) -> None:
+    """The head that is read from what we write is the same, as a new one would be written too."""
+    head = load_draft(write(tmp_path / "given", *make()))
+    kept = dict(head.state_dict())
+    if layout is None:
+        head.source = None
+    out = save_draft(head, tmp_path / "out", layout=layout, target="some/model")
+    again = load_draft(out)
+    assert type(again) is type(head) and again.features(8) == head.features(8)
+    assert_same(kept, dict(again.state_dict()))
+    assert (again.ids is None and head.ids is None) or torch.equal(again.ids, head.ids)
+    if isinstance(head, EagleHead):
+        assert again.config.rope_parameters == head.config.rope_parameters
+        assert again.config.rms_norm_eps == head.config.rms_norm_eps == 1e-5
+
+
+def norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    return weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, theta: float) -> Tensor:
+    """Causal attention of 4 heads of 4 with rotary positions, written down from the formula; `[T, 16]`."""
+    length = len(q)
+    angle = torch.arange(length)[:, None] * theta ** -(torch.arange(2) / 2)
+
+    def turned(x: Tensor) -> Tensor:
+        a, b = x.view(length, -1, 4).split(2, dim=-1)
+        cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+    q, k, v = turned(q), turned(k).repeat_interleave(2, 1), v.view(length, 2, 4).repeat_interleave(2, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) / 2
+    scores = scores.masked_fill(~torch.ones(length, length).tril().bool(), float("-inf"))
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(length, 16)
+
+
+def decoded(tensors: dict[str, Tensor], prefix: str, inputs: Tensor, residual: Tensor) -> Tensor:
+    """One layer behind its input norm."""
+    t = {name.removeprefix(f"{prefix}."): tensor for name, tensor in tensors.items()}
+    q, k, v = (inputs @ t[f"self_attn.{n}_proj.weight"].T + t.get(f"self_attn.{n}_proj.bias", 0) for n in "qkv")
+    state = residual + attend(q, k, v, 5000.0) @ t["self_attn.o_proj.weight"].T
+    x = norm(state, t["post_attention_layernorm.weight"])
+    gate, up = x @ t["mlp.gate_proj.weight"].T, x @ t["mlp.up_proj.weight"].T
+    return state + (torch.nn.functional.silu(gate) * up) @ t["mlp.down_proj.weight"].T
+
+
+def lent() -> Borrowed:
+    return Borrowed(torch.nn.Embedding(V, H), torch.nn.Linear(H, V, bias=False))
+
+
+def test_what_medusa_and_mlp_heads_compute(tmp_path: Path) -> None:
+    config, t, file = medusa()
+    states = rand(2, H)
+    got = load_draft(write(tmp_path / "medusa", config, t, file))(states)
+    x = states
+    for block in range(2):
+        x = x + torch.nn.functional.silu(x @ t[f"1.{block}.linear.weight"].T + t[f"1.{block}.linear.bias"])
+    torch.testing.assert_close(got[:, 1], x @ t["1.2.weight"].T)
+    config, t, file = mlp()
+    head = load_draft(write(tmp_path / "mlp", config, t, file))
+    tokens = torch.randint(V, (1, 4))
+    got = head(rand(1, 2, H) * 0 + states[None], tokens)
+    state = norm(states, torch.ones(H), 1e-6) / 2**0.5
+    weight = 0.5 ** (0.5 / 3)
+    for stage in range(3):
+        p = f"speculator.{{}}.{stage}.weight"
+        token = t[p.format("emb")][tokens[0, stage : stage + 2]] * ((1 - weight**2) * 12 / 2) ** 0.5
+        mixed = state @ t[p.format("proj")].T * weight + token
+        mixed = norm(mixed, t[p.format("ln")], 1e-6) + t[f"speculator.ln.{stage}.bias"]
+        state = torch.nn.functional.gelu(mixed)
+        torch.testing.assert_close(got[0, :, stage], state @ t[p.format("head")].T)
+
+
+@pytest.mark.parametrize("make", [eagle, eagle_qwen, eagle3, speculators], ids=lambda make: make.__name__)
+def test_what_eagle_heads_compute(make: Callable[[], Any], tmp_path: Path) -> None:
+    config, t, file = make()
+    head = load_draft(write(tmp_path / "given", config, t, file))
+    parts = lent()
+    tokens = torch.randint(V, (1, 5))
+    table = t.get("embed_tokens.weight", parts.embeddings.weight)
+    token = table[tokens[0]]
+    if head.kind == "eagle":
+        features = rand(1, 5, H)
+        x = torch.cat([token, features[0]], -1) @ t["fc.weight"].T + t.get("fc.bias", 0)
+        expected = parts.lm_head(decoded(t, "layers.0", x, x))
+    else:
+        features = rand(1, 5, 3 * H)
+        p = "midlayer" if make is eagle3 else "layers.0"
+        state = features[0] @ t["fc.weight"].T
+        normed = norm(state, t[f"{p}.hidden_norm.weight"])
+        both = torch.cat([norm(token, t[f"{p}.input_layernorm.weight"]), normed], -1)
+        out = decoded(t, p, both, normed if make is speculators else state)
+        expected = norm(out, t["norm.weight"]) @ t["lm_head.weight"].T
+    (got,) = head(features, tokens, parts)
+    torch.testing.assert_close(got[0], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_what_is_read_of_the_target(tmp_path: Path) -> None:
+    found = {make.__name__: load_draft(write(tmp_path / make.__name__, *make())) for make in MAKERS}
+    assert found["medusa"].features(8) == found["mlp"].features(8) == found["eagle"].features(8) == Features(last=True)
+    # Named as outputs of layers from 0, and as hidden states.
+    assert found["eagle3"].features(8) == found["speculators"].features(8) == Features((2, 4, 6))
+    assert found["eagle3_wide"].features(32) == Features((2, 16, 29))
+    d2t = eagle3()[1]["d2t"]
+    assert d2t.shape == (D,)
+    config, tensors, file = eagle3()
+    ids = load_draft(write(tmp_path / "again", config, tensors, file)).ids
+    assert ids is not None and ids.tolist() == (torch.arange(D) + tensors["d2t"]).tolist()
+    assert found["eagle3_wide"].ids is None
+    assert isinstance(found["medusa_vllm"], MedusaHead) and len(found["medusa_vllm"].ids) == D
+    tied = found["mlp_tied"]
+    assert isinstance(tied, MLPHead) and tied.emb[2] is tied.emb[0] and tied.proj[2] is tied.proj[1]
+
+
+def test_shards_and_another_file(tmp_path: Path) -> None:
+    config, tensors, _ = eagle3()
+    names = sorted(tensors)
+    folder = write(tmp_path / "shards", config, {n: tensors[n] for n in names[:5]}, "a.safetensors")
+    save_file({n: tensors[n] for n in names[5:]}, folder / "b.safetensors")
+    index = {"weight_map": {n: "a.safetensors" if n in names[:5] else "b.safetensors" for n in names}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert_same(tensors, read(save_draft(load_draft(folder), tmp_path / "one")))
+    config, tensors, _ = medusa()
+    folder = write(tmp_path / "safe", config, tensors, "medusa_lm_head.safetensors")
+    assert_same(tensors, read(save_draft(load_draft(folder), tmp_path / "two")))
+
+
+# -- refusals --
+
+
+def refused(make: Callable[[], Any], tmp_path: Path, match: str, drop: tuple[str, ...] = (), **more: Any) -> None:
+    config, tensors, file = make()
+    changes = {name: value for name, value in more.items() if not isinstance(value, Tensor)}
+    added = {name.replace("__", "."): value for name, value in more.items() if isinstance(value, Tensor)}
+    config = {name: value for name, value in {**config, **changes}.items() if name not in drop}
+    tensors = {name: t for name, t in {**tensors, **added}.items() if name not in drop}
+    with pytest.raises(TreeConfigError, match=match):
+        load_draft(write(tmp_path / "given", config, tensors, file))
+
+
+@every
+def test_tensors_that_are_missing_or_unknown(make: Callable[[], Any], tmp_path: Path) -> None:
+    _, tensors, _ = make()
+    name = next(name for name in tensors if name.endswith("weight") and "norm" not in name and "embed" not in name)
+    refused(make, tmp_path, f"missing: .*{name.replace('.', '.')}", drop=(name,))
+    refused(make, tmp_path, "unknown: what.is.this", what__is__this=rand(2))
+
+
+def test_what_does_not_fit(tmp_path: Path) -> None:
+    refused(eagle3, tmp_path, "missing: d2t", drop=("d2t",))
+    refused(eagle3, tmp_path, r"'d2t' has shape \(4,\): expected \(11,\)", d2t=torch.zeros(4).long())
+    refused(eagle3, tmp_path, "'d2t': expected 11 different ids", d2t=torch.full((D,), V))
+    refused(eagle3, tmp_path, "'t2d' marks other ids", t2d=torch.ones(V, dtype=torch.bool))
+    refused(eagle3, tmp_path, "lacks intermediate_size", drop=("intermediate_size",))
+    refused(
+        eagle3, tmp_path, r"lm_head.weight' .* has shape \(7, 16\): expected \(11, 16\)", lm_head__weight=rand(7, H)
+    )
+    refused(eagle3, tmp_path, "use_aux_hidden_state=False", eagle_config={"use_aux_hidden_state": False})
+    refused(eagle3, tmp_path, "quantization_config is not read", quantization_config={"bits": 4})
+    refused(eagle3, tmp_path, "model_type 'gemma2'", model_type="gemma2")
+    refused(eagle3, tmp_path, "nobody_knows", model_type="nobody_knows")
+    refused(speculators, tmp_path, "speculators_model_type='dflash'", speculators_model_type="dflash")
+    refused(speculators_eagle, tmp_path, "layernorms=True", layernorms=True)
+    refused(medusa, tmp_path, "lacks medusa_num_layers", drop=("medusa_num_layers",))
+    refused(medusa_vllm, tmp_path, "no tensor token_map", drop=("token_map",))
+    refused(mlp, tmp_path, "method='sum_lstm'", method="sum_lstm")
+
+
+def test_more_heads_than_the_config_names(tmp_path: Path) -> None:
+    config, tensors, file = medusa()
+    folder = write(tmp_path / "given", {**config, "medusa_num_heads": 2}, tensors, file)
+    with pytest.warns(UserWarning, match="medusa_num_heads=2, and there are tensors of 3"):
+        assert load_draft(folder).max_depth == 3
+
+
+def test_unknown_keys_are_named(tmp_path: Path) -> None:
+    config, tensors, file = eagle3()
+    folder = write(tmp_path / "given", {**config, "a_new_thing": 1}, tensors, file)
+    with pytest.warns(UserWarning, match="unknown keys: a_new_thing"):
+        head = load_draft(folder)
+    assert json.loads((save_draft(head, tmp_path / "out") / "config.json").read_text())["a_new_thing"] == 1
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no such checkpoint"):
+        load_draft(tmp_path / "nowhere" / "at" / "all")
+    folder = write(tmp_path / "llama", LLAMA, {"model.embed_tokens.weight": rand(V, H)}, "model.safetensors")
+    assert not is_head(folder)
+    with pytest.raises(TreeConfigError, match="model_type='llama'.*expected one of the layouts speculators, medusa"):
+        load_draft(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="no tensors"):
+        load_draft(folder)
+
+
+def test_layouts_that_cannot_hold_a_head(tmp_path: Path) -> None:
+    head = load_draft(write(tmp_path / "given", *medusa_vllm()))
+    for layout, match in (("medusa", "reduced vocabulary"), ("eagle3", "a medusa head"), ("gguf", "expected one of")):
+        with pytest.raises(TreeConfigError, match=match):
+            save_draft(head, tmp_path / "out", layout=layout)
