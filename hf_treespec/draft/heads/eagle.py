@@ -25,7 +25,6 @@ from hf_treespec.errors import TreeConfigError, UnsupportedCallError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
-    from transformers.cache_utils import Cache
 
 __all__ = ["EagleHead"]
 
@@ -141,7 +140,7 @@ class EagleHead(DraftHead):
         *,
         positions: Tensor,
         mask: Tensor | None,
-        cache: Cache | None,
+        cache: _compat.Cache | None,
     ) -> Tensor:
         """One forward of the decoder over pairs; returns the states `[B, T, E]` that come out.
 

@@ -214,3 +214,15 @@ class EagleDraft(HeadDraft):
     def safe(self, token: int) -> int:
         """The head reads what the target reads."""
         return token
+
+    def unread(self, row: DraftRow, rows: RowCache) -> list[int]:
+        """Tokens of the pairs that are not in the cache yet; see `Reader.unread`."""
+        return row.tokens[rows.lengths[row.index] :]
+
+    def positions(self, rows: RowCache, depths_BQ: Tensor, first: int) -> Tensor:
+        """`[B, Q]`, counted in pairs; see `Reader.positions`."""
+        return torch.tensor(rows.lengths)[:, None] + depths_BQ
+
+    def mask(self, rows: RowCache, slots: int) -> Tensor | None:
+        """See `Reader.mask`."""
+        return rows.mask(slots, None, "cpu")
