@@ -48,6 +48,6 @@ def attention_for_trees(model: PreTrainedModel, wanted: str) -> Iterator[None]:
 
 
 def attention_for_probes(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """`attention_for_trees` for any model: its own attention if that takes tree masks, else sdpa, as a call may ask."""
+    """`attention_for_trees` for any model: its own attention if that takes tree masks, else sdpa, as calls may ask."""
     own = _compat.attention_implementation(model)
     return attention_for_trees(model, "auto" if own in _compat.MASK_IMPLEMENTATIONS else "sdpa")
