@@ -101,6 +101,18 @@ def test_a_passed_in_cache_goes_on(family: str, batch: int) -> None:
     goes_on_behind_a_cache((stock(family), treed(family)), *prompt(batch), assert_same_state, pad_token_id=0)
 
 
+@pytest.mark.parametrize("family", ["lfm2_moe", "bamba", "xlstm"])
+@batches
+def test_ended_rows_and_their_state(family: str, batch: int) -> None:
+    """A text that ends inside of a tree leaves tokens pending, which the returned state must have read."""
+    ids, mask = prompt(batch)
+    text = stock(family).generate(ids, attention_mask=mask, max_new_tokens=24, do_sample=False, pad_token_id=0)
+    for place in (2, 6):
+        eos = int(text[0, WIDTH + place])
+        pair = both(family, batch, truth=text, eos_token_id=eos, return_dict_in_generate=True)
+        assert_same_state(returned(pair.expected), returned(pair.actual), mask)
+
+
 class Burst(Exception):
     pass
 
