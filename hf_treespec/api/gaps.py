@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from hf_treespec import _compat
 from hf_treespec.api.outliers import without_shared_outliers
 from hf_treespec.api.probe import FAILURES, evaluation
+from hf_treespec.attention import attention_for_probes
 
 __all__ = ["heeds_gaps"]
 
@@ -31,7 +32,8 @@ def heeds_gaps(model: PreTrainedModel) -> bool:
     Where that cannot be told, it is no.
     """
     try:
-        with evaluation(model), without_shared_outliers(model):
+        # As calls with trees run it: under another attention a first forward may cost a compilation.
+        with evaluation(model), without_shared_outliers(model), attention_for_probes(model):
             one, two = (_logits(model, gap) for gap in _GAPS)
     except torch.OutOfMemoryError:
         raise

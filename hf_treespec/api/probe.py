@@ -22,7 +22,7 @@ from hf_treespec.api.layer_trial import (
 from hf_treespec.api.outliers import without_shared_outliers
 from hf_treespec.attention import (
     ModuleCalls,
-    attention_for_trees,
+    attention_for_probes,
     counted_by_depth,
     position_modules,
     recorded_calls,
@@ -115,8 +115,6 @@ def probe_masks(
         None if they agree, else the reason why the model cannot take a tree; and whether that is final: an exception
         may have come from the state of the machine.
     """
-    attention = _compat.attention_implementation(model)
-    wanted = "auto" if attention in _compat.MASK_IMPLEMENTATIONS else "sdpa"
     excuse = "it does not build its masks or positions from the mask registry and position_ids"
     unknown = unknown_classes(model)
     with ExitStack() as stack:
@@ -124,7 +122,7 @@ def probe_masks(
         def tree_logits(sample: Sample) -> Tensor:
             if reason := try_layers(model):
                 raise TreeSpecError(reason)
-            stack.enter_context(attention_for_trees(model, wanted))
+            stack.enter_context(attention_for_probes(model))
             stack.enter_context(tree_masks())
             stack.enter_context(counted_by_depth(model, route, position_names))
             return _tree_logits(model, sample, route)

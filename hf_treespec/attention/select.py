@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from hf_treespec import _compat
@@ -12,7 +12,7 @@ from hf_treespec.errors import UnsupportedCallError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["attention_for_trees", "check_attention"]
+__all__ = ["attention_for_probes", "attention_for_trees", "check_attention"]
 
 
 def check_attention(model: PreTrainedModel, wanted: str) -> None:
@@ -45,3 +45,9 @@ def attention_for_trees(model: PreTrainedModel, wanted: str) -> Iterator[None]:
     own = _compat.attention_implementation(model)
     with _compat.switch_attention(model, own if wanted == "auto" else wanted):
         yield
+
+
+def attention_for_probes(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """`attention_for_trees` for any model: its own attention if that takes tree masks, else sdpa, as calls may ask."""
+    own = _compat.attention_implementation(model)
+    return attention_for_trees(model, "auto" if own in _compat.MASK_IMPLEMENTATIONS else "sdpa")

@@ -81,8 +81,9 @@ def test_a_rule_that_says_it_is_lossy_is(name: str) -> None:
 
 def test_typical_acceptance_goes_by_the_smaller_of_two_thresholds() -> None:
     """0.09, or 0.3 exp(-H) where the target is less sure."""
-    sure, unsure = [0.08, 0.9, 0.02], [1 / 20] * 20
-    for law, token, accepted in ((sure, 0, 0.0), (sure, 1, 1.0), (unsure, 0, 1.0)):
+    # 0.3 exp(-H) is 0.15 for the first and 0.015 for the second.
+    sure, unsure = [0.08, 0.1, 0.8, 0.02], [1 / 20] * 20
+    for law, token, accepted in ((sure, 0, 0.0), (sure, 1, 1.0), (sure, 2, 1.0), (unsure, 0, 1.0)):
         target = torch.tensor([[law, law]], dtype=torch.float64)
         found = plan(RULES["typical-lossy"], [TokenTree.chain((0, token))], target)
         assert found.accept_BN[0, 1] == accepted, (law, token)

@@ -122,13 +122,16 @@ def test_custom_generate_of_the_caller_is_served_as_in_stock() -> None:
 
 
 def test_forward_with_a_cache_between_two_calls_is_stock() -> None:
-    # The hooks are on generate() only; the mask registry is not touched outside of it.
-    ids, mask = prompt("mistral", 1)
-    treed("mistral").generate(ids, attention_mask=mask, tree_config=OFF, max_new_tokens=8)
-    logits = []
-    for model in (stock("mistral"), treed("mistral")):
+    # The hooks are on generate() only; the mask registry, which all models share, is given back.
+    ids, mask = prompt("mistral", 3)
+
+    def logits_of(model: PreTrainedModel) -> torch.Tensor:
         cache = new_cache(model)
         with torch.no_grad():
-            model(ids[:, :-1], use_cache=True, **cache_argument(cache))
-            logits.append(model(ids[:, -1:], use_cache=True, **cache_argument(cache)).logits)
-    assert torch.equal(*logits)
+            model(ids[:, :-1], attention_mask=mask[:, :-1], use_cache=True, **cache_argument(cache))
+            return model(ids[:, -1:], attention_mask=mask, use_cache=True, **cache_argument(cache)).logits
+
+    expected = logits_of(stock("mistral"))
+    treed("mistral").generate(ids, attention_mask=mask, tree_config=OFF, max_new_tokens=8)
+    assert torch.equal(logits_of(stock("mistral")), expected)
+    assert torch.equal(logits_of(treed("mistral")), expected)

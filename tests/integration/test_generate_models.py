@@ -154,6 +154,17 @@ def test_gpt2_up_to_the_end_of_its_positions(batch: int, short: int, maker: str)
     assert pair.actual.shape[1] == limit + 1 - short
 
 
+@batches
+@pytest.mark.parametrize("maker", ["half_right", "wide"])
+def test_gpt2_trees_end_where_its_positions_do(batch: int, maker: str) -> None:
+    # The budget allows more than the table: a criterion ends the text, and no node may look past it.
+    limit = stock("gpt2").config.n_positions
+    ids, mask = prompt("gpt2", batch, width=limit - 20)
+    end = {"stopping_criteria": [lambda text, scores: torch.full((batch,), text.shape[1] > limit)]}
+    pair = twice(ids, mask, family="gpt2", maker=maker, max_new_tokens=60, **end)
+    assert pair.actual.shape[1] == limit + 1
+
+
 @pytest.mark.parametrize("kind", ["model", "ngram"])
 def test_gpt2_drafts_stop_at_their_own_positions(kind: str) -> None:
     # The draft has a shorter table than the target: it falls silent, the target goes on.
@@ -168,7 +179,8 @@ def test_gpt2_drafts_stop_at_their_own_positions(kind: str) -> None:
     assert_same_text(expected, out, width=30)
 
 
-def test_gpt2_row_that_has_ended_needs_no_positions_of_its_own() -> None:
+@pytest.mark.parametrize("maker", ["chain", "wrong_chain"])
+def test_gpt2_row_that_has_ended_needs_no_positions_of_its_own(maker: str) -> None:
     # Row 1 has no padding, so it is nearest the end of the table. It ends early and is padded from then on; the other
     # rows draft on, and end before plain decoding would read a position that is not there.
     limit = stock("gpt2").config.n_positions
@@ -185,7 +197,7 @@ def test_gpt2_row_that_has_ended_needs_no_positions_of_its_own() -> None:
     text = reference(stock("gpt2"), ids, mask, **call)
     assert text.shape[1] == limit - 1
     longer = torch.cat([text, torch.full((3, 30), 5)], 1)
-    pair = twice(ids, mask, family="gpt2", maker="chain", truth=longer, **call)
+    pair = twice(ids, mask, family="gpt2", maker=maker, truth=longer, **call)
     assert pair.actual.shape[1] == limit - 1
 
 

@@ -412,11 +412,24 @@ class Peft(nn.Module):
         return self.base_model["model"]  # type: ignore[no-any-return]
 
 
+class Passing(nn.Module):
+    """As torch.compile could: it says that it is of the class of what it wraps."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = model
+
+    @property
+    def __class__(self) -> type:
+        return type(self.__dict__["_modules"]["_orig_mod"])
+
+
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "bare": lambda model: model,
     "ddp": Ddp,
     "peft": Peft,
     "compile": torch.compile,
+    "compile that passes for the model": Passing,
     "compiled ddp of peft": lambda model: torch.compile(Ddp(Peft(model))),
     "peft of a compiled model": lambda model: Peft(torch.compile(model)),
     "ddp of a compiled model": lambda model: Ddp(torch.compile(model)),

@@ -152,5 +152,7 @@ def test_cells_of_texts() -> None:
     assert cell_of([7, 0], law) == "7"
     assert cell_of([4, 2], law) == "*"
     assert cell_of([12, 2], {**law, "12,2": 0.0, "12,*": 0.0}) == "12,2"
+    # The cells behind 42 are none behind 4.
+    assert cell_of([4, 2], {**law, "42,*": 0.0}) == "*"
     with pytest.raises(ValueError, match="too short"):
         cell_of([1], law)
