@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from hf_treespec import _compat
 from hf_treespec.api.probe import FAILURES, RIGHT_NODES, Sample, compare, evaluation
-from hf_treespec.attention import attention_for_trees, counted_by_depth, tree_masks
+from hf_treespec.attention import attention_for_probes, counted_by_depth, tree_masks
 from hf_treespec.cache import tensor_places
 from hf_treespec.engine import OrderedForward, Prompt, cache_of, make_target, state_kwargs
 from hf_treespec.routes import PathTraits, Route
@@ -97,8 +97,7 @@ def probe_continuing(
     """
     with ExitStack() as stack:
         if route.masked:
-            own = _compat.attention_implementation(model)
-            stack.enter_context(attention_for_trees(model, "auto" if own in _compat.MASK_IMPLEMENTATIONS else "sdpa"))
+            stack.enter_context(attention_for_probes(model))
         stack.enter_context(tree_masks())
         stack.enter_context(counted_by_depth(model, route, position_names))
 
