@@ -6,7 +6,7 @@ Shapes: B rows, Q tokens of a forward, M tree slots so far.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,37 +14,40 @@ from torch import Tensor
 from hf_treespec.attention import TreeContext, tree_forward_context
 from hf_treespec.cache import CacheTransaction, RowCache
 from hf_treespec.draft.base import DraftRow
+from hf_treespec.draft.ranking import Ranker
 from hf_treespec.tree import Candidate, TreeBuilder, pack_bits, unpack_words
 
 __all__ = ["LevelReader", "Reader"]
 
 
-class Reader(Protocol):
-    """The model side: runs a forward, ranks children."""
+class Reader:
+    """The model side: runs a forward, ranks children. What is said here is that of one with a cache of its own."""
+
+    _ranker: Ranker
 
     def forward(
         self, ids: Tensor, positions: Tensor, rows: RowCache, mask: Tensor | None, *, logits_to_keep: int = 0
     ) -> Tensor:
         """Logits `[B, Q or logits_to_keep, V]`."""
-        ...
+        raise NotImplementedError
+
+    def safe(self, token: int) -> int:
+        """The token, or a stand-in that the model can read."""
+        raise NotImplementedError
 
     def rank(self, logits_RV: Tensor, noise: Sequence[Tensor | None], count: int) -> list[list[Candidate]]:
-        """Candidates per node."""
-        ...
+        """The `count` best children of each of R nodes; see `Ranker.rank`."""
+        return self._ranker.rank(logits_RV, noise, count)
 
     def sample(
         self, row: int, position: int, nodes: Sequence[int], counts: Sequence[int], logits_RV: Tensor
     ) -> list[list[Candidate]] | None:
-        """Random children per node of a row whose root has this position; None if children are ranked."""
-        ...
-
-    def safe(self, token: int) -> int:
-        """The token, or a stand-in that the model can read."""
-        ...
+        """Random children of nodes of a row whose root has this position; None if children are ranked."""
+        return self._ranker.sample(row, position, nodes, counts, logits_RV)
 
     def unread(self, row: DraftRow, rows: RowCache) -> list[int]:
         """Committed tokens that are not in the cache yet, the root last."""
-        ...
+        return row.tokens[rows.lengths[row.index] :]
 
     def positions(self, rows: RowCache, depths_BQ: Tensor, first: int) -> Tensor:
         """Position ids `[..., B, Q]`.
@@ -54,11 +57,11 @@ class Reader(Protocol):
             depths_BQ: how far each token lies behind the first that was not in the cache.
             first: tree slot of the first of the Q tokens.
         """
-        ...
+        return torch.tensor(rows.lengths)[:, None] + depths_BQ
 
     def mask(self, rows: RowCache, slots: int) -> Tensor | None:
-        """2D mask of the cache and so many tree slots; None if nothing is masked."""
-        ...
+        """2D mask of the cache and so many tree slots, on the host; None if nothing is masked."""
+        return rows.mask(slots, None, "cpu")
 
 
 class LevelReader:

@@ -21,11 +21,11 @@ from hf_treespec import _compat
 from hf_treespec.attention import learned_position_limit
 from hf_treespec.cache import CacheTransaction, RowCache
 from hf_treespec.draft.base import DraftRow
-from hf_treespec.draft.levels import LevelReader
+from hf_treespec.draft.levels import LevelReader, Reader
 from hf_treespec.draft.ranking import Ranker
 from hf_treespec.draft.sampling import ChildSampler
 from hf_treespec.routes import Route
-from hf_treespec.tree import Candidate, TokenTree, TreeLimits, grow, grow_adapted
+from hf_treespec.tree import TokenTree, TreeLimits, grow, grow_adapted
 from hf_treespec.verify import DraftLaws
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["ModelDraft"]
 
 
-class ModelDraft:
+class ModelDraft(Reader):
     """Draft source over a causal LM that takes trees by one of the masked routes.
 
     Args:
@@ -189,28 +189,6 @@ class ModelDraft:
     def safe(self, token: int) -> int:
         """Ids beyond the draft's table cannot be read; the guess after them is poor, the text stays right."""
         return token if token < self._readable else 0
-
-    def unread(self, row: DraftRow, rows: RowCache) -> list[int]:
-        """Committed tokens that are not in the cache yet; see `Reader.unread`."""
-        return row.tokens[rows.lengths[row.index] :]
-
-    def positions(self, rows: RowCache, depths_BQ: Tensor, first: int) -> Tensor:
-        """Position ids `[B, Q]`: each row's own length and the depth behind it."""
-        return torch.tensor(rows.lengths)[:, None] + depths_BQ
-
-    def mask(self, rows: RowCache, slots: int) -> Tensor | None:
-        """The 2D mask over the draft's cache and the tree, on the host."""
-        return rows.mask(slots, None, "cpu")
-
-    def rank(self, logits_RV: Tensor, noise: Sequence[Tensor | None], count: int) -> list[list[Candidate]]:
-        """The `count` best children of each of R nodes; see `Ranker.rank`."""
-        return self._ranker.rank(logits_RV, noise, count)
-
-    def sample(
-        self, row: int, position: int, nodes: Sequence[int], counts: Sequence[int], logits_RV: Tensor
-    ) -> list[list[Candidate]] | None:
-        """Random children of nodes of a row whose root has this position, or None without a sampler."""
-        return self._ranker.sample(row, position, nodes, counts, logits_RV)
 
     def laws(self, batch: int) -> DraftLaws | None:
         """The laws that the random children of the trees last proposed were drawn from."""

@@ -21,7 +21,7 @@ from hf_treespec.draft.base import DraftRow, Features
 from hf_treespec.draft.heads.base import Borrowed
 from hf_treespec.draft.heads.eagle import EagleHead
 from hf_treespec.draft.heads.rows import HeadDraft
-from hf_treespec.draft.levels import LevelReader
+from hf_treespec.draft.levels import LevelReader, Reader
 from hf_treespec.draft.ranking import Ranker
 from hf_treespec.tree import Candidate, TokenTree, TreeBuilder, TreeLimits
 
@@ -50,7 +50,7 @@ class _Levels(LevelReader):
         return super().expand(builders, frontier)
 
 
-class EagleDraft(HeadDraft):
+class EagleDraft(HeadDraft, Reader):
     """Draft source over an EAGLE head.
 
     Args:
@@ -201,28 +201,6 @@ class EagleDraft(HeadDraft):
         self._states = out if self._states is None else torch.cat([self._states, out], dim=1)
         return self._head.logits(out[:, -logits_to_keep:] if logits_to_keep else out, self._lent)
 
-    def rank(self, logits_RV: Tensor, noise: Sequence[Tensor | None], count: int) -> list[list[Candidate]]:
-        """See `Ranker.rank`."""
-        return self._ranker.rank(logits_RV, noise, count)
-
-    def sample(
-        self, row: int, position: int, nodes: Sequence[int], counts: Sequence[int], logits_RV: Tensor
-    ) -> list[list[Candidate]] | None:
-        """See `Ranker.sample`."""
-        return self._ranker.sample(row, position, nodes, counts, logits_RV)
-
     def safe(self, token: int) -> int:
         """The head reads what the target reads."""
         return token
-
-    def unread(self, row: DraftRow, rows: RowCache) -> list[int]:
-        """Tokens of the pairs that are not in the cache yet; see `Reader.unread`."""
-        return row.tokens[rows.lengths[row.index] :]
-
-    def positions(self, rows: RowCache, depths_BQ: Tensor, first: int) -> Tensor:
-        """`[B, Q]`, counted in pairs; see `Reader.positions`."""
-        return torch.tensor(rows.lengths)[:, None] + depths_BQ
-
-    def mask(self, rows: RowCache, slots: int) -> Tensor | None:
-        """See `Reader.mask`."""
-        return rows.mask(slots, None, "cpu")
