@@ -309,7 +309,7 @@ def test_beside_sources_of_the_text(kind: str, fallback: str) -> None:
     head = heads.random_head(kind, model)
     config = WIDE.replace(draft=("model", "ngram"), fallback=fallback, growth="best_first")
     for sampling in (GREEDY, SAMPLED):
-        call = {**mask_inputs(3), "max_new_tokens": 2 * NEW, **sampling}
+        call = {**mask_inputs(3), "max_new_tokens": NEW, **sampling}
         plain = model.generate(**call, tree_config=config.replace(max_nodes=0, draft="auto"))
         assert_same_text(plain, model.generate(**call, assistant_model=head, tree_config=config))
         assert model.treespec_stats.drafted_by_source[head.kind] > 0
