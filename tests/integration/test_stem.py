@@ -14,7 +14,7 @@ import ordered
 import seq2seq
 import tiny
 from calls import BUSHES, CHAINS_OF_4, GREEDY, SAMPLED, Pair
-from hf_treespec import Support, _compat
+from hf_treespec import Support, _compat, is_supported
 from hf_treespec.api import hooks
 from hf_treespec.engine.stem import StemChoice
 from hf_treespec.routes import Route
@@ -47,6 +47,8 @@ class shapes_read:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.shapes: list[tuple[int, ...]] = []
+        # The forwards of its probe, should that be still to come, are none of a call.
+        is_supported(model)
         self._handle = model.register_forward_pre_hook(self._note, with_kwargs=True)
 
     def _note(self, _: Any, args: Any, kwargs: dict[str, Any]) -> None:

@@ -75,7 +75,7 @@ def test_errors(treespec: Run, one_error: Check, llama_folder: str, tmp_path: Pa
     one_error(treespec(*common, "--draft", "suffix", "--corpus", out), "corpus.tsx: cannot be read")
     build_corpus_index([[1, 2]], out, vocab_size=3)
     one_error(treespec(*common, "--draft", "suffix", "--corpus", out), "vocabulary of 3 ids")
-    one_error(treespec(*common, "--draft", "ngram,model"), "--draft: ")
+    one_error(treespec(*common, "--draft", "ngram,other"), "--draft: ")
 
 
 @pytest.mark.parametrize("draft", ["recycle", "ngram,recycle", "ngram, recycle"])
