@@ -136,8 +136,8 @@ class Settings:
         data: Any = {}
         if path is not None:
             try:
-                data = yaml.safe_load(path.read_text())
-            except (OSError, yaml.YAMLError) as error:
+                data = yaml.safe_load(path.read_text(encoding="utf-8"))
+            except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
                 raise SettingsError(f"{path}: {error}") from error
         if not isinstance(data, dict):
             raise SettingsError(f"{path}: expected a mapping of settings")

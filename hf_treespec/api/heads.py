@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from hf_treespec import _compat
 from hf_treespec.api.assistants import check_sources, differing_tokenizers
 from hf_treespec.api.probe import FAILURES, evaluation
+from hf_treespec.api.support import is_supported
+from hf_treespec.attention import attention_for_probes
 from hf_treespec.config import TreeConfig
 from hf_treespec.draft import DraftHead, Features
 from hf_treespec.engine import Places, tapped
@@ -68,7 +71,9 @@ def features_fault(model: PreTrainedModel, features: Features) -> str | None:
         return None
     answers = _TRIED.setdefault(model, {})
     if features not in answers:
-        with torch.inference_mode(False), torch.no_grad(), evaluation(model):
+        # As calls with trees run it: under another attention a first forward may cost a compilation.
+        attention = attention_for_probes(model) if is_supported(model).route.masked else nullcontext()
+        with torch.inference_mode(False), torch.no_grad(), evaluation(model), attention:
             answers[features] = _compared(model, features)
     return answers[features]
 
@@ -83,6 +88,8 @@ def _compared(model: PreTrainedModel, features: Features) -> str | None:
             with taps.watched():
                 outputs = model(**inputs, output_hidden_states=True)
             (seen,) = taps.of_paths(Places([([0] * 3, [0, 1, 2])]))
+    except torch.OutOfMemoryError:
+        raise  # says nothing about the model
     except (*FAILURES, TreeSpecError) as error:
         return f"its hidden states could not be read: {type(error).__name__}: {error}"
     states = getattr(outputs, "decoder_hidden_states", None) or outputs.hidden_states

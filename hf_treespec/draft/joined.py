@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import time
 from bisect import bisect
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp
+from statistics import median_low
 
 from torch import Tensor
 
@@ -30,6 +32,8 @@ __all__ = ["JoinedDraft"]
 _CLASSES = (0.25, 0.5, 1.0, 2.0, 4.0)
 # Times that the costly draft is asked in a class before it is judged, and rounds without it before it is tried again.
 _TRIALS, _PAUSE = 4, 32
+_TRIAL_SHARE = 0.05  # of the time, that such trials may take; beyond it they become rarer
+_RECENT = 4  # timings of the costly draft that count
 _DECAY = 0.9  # weight of the past
 
 
@@ -165,7 +169,14 @@ class _Worth:
 
     def __init__(self) -> None:
         self._classes = [_Class() for _ in range(len(_CLASSES) + 1)]
-        self._seconds: float | None = None
+        # None before the first call, which reads the whole prompt and is no measure.
+        self._recent: deque[float] | None = None
+        self._asking = True
+
+    @property
+    def _seconds(self) -> float:
+        """What asking takes: the lower median, as of few timings the first is often a warm-up."""
+        return median_low(self._recent) if self._recent else 0.0
 
     def _of(self, promise: tuple[float, float]) -> _Class:
         return self._classes[bisect(_CLASSES, promise[0] - 1.0)]
@@ -174,13 +185,18 @@ class _Worth:
         """Decide.
 
         Args:
-            without: tokens and seconds that the text alone promises; None to ask in any case.
+            without: tokens and seconds that the text alone promises; None if nothing is known, where it stays at what
+                was decided last, which is yes in the beginning.
         """
-        if without is None or self._seconds is None:
-            return True
+        if without is not None and self._recent is not None:
+            self._asking = self._pays(without)
+        return self._asking
+
+    def _pays(self, without: tuple[float, float]) -> bool:
         known = self._of(without)
         pays = known.tokens / (known.seconds + self._seconds) > without[0] / without[1] if known.asked else True
-        if pays or known.asked < _TRIALS or known.passed >= _PAUSE:
+        pause = max(_PAUSE, self._seconds / (_TRIAL_SHARE * without[1]))
+        if pays or known.asked < _TRIALS or known.passed >= pause:
             known.passed = 0
             return True
         known.passed += 1
@@ -194,11 +210,10 @@ class _Worth:
             joined: what the joint tree promises.
             seconds: that asking took.
         """
-        # The first call reads the whole prompt.
-        if self._seconds is None:
-            self._seconds = 0.0
+        if self._recent is None:
+            self._recent = deque(maxlen=_RECENT)
             return
-        self._seconds = _mean(self._seconds or seconds, seconds)
+        self._recent.append(seconds)
         if without is None or joined is None:
             return
         known = self._of(without)

@@ -273,6 +273,13 @@ def test_bad_settings_are_named(
     assert error.startswith("error: ") and said in error
 
 
+def test_a_config_that_is_no_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_bytes(b"model: \xff\xfe\n")
+    assert distribution.main(["--config", str(path), "--quiet"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {path}: 'utf-8' codec")
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [("[1, 2]", "row 0 is [1, 2]"), ("null", "row 0 is None"), ('{"ids": [3, 24]}', "row 0: the model reads ids"),

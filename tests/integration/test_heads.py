@@ -18,6 +18,7 @@ import slot_models
 import tiny
 from calls import BUSHES, GREEDY, SAMPLED
 from hf_treespec import TreeConfig, UnsupportedCallError, UnsupportedModelError, _compat, enable
+from hf_treespec.api.heads import features_fault
 from hf_treespec.draft import DraftRow, Features
 from hf_treespec.tree import TokenTree, TreeLimits
 from sources import MAKERS, Source, drafting
@@ -440,3 +441,28 @@ def test_layers_whose_states_are_not_those_that_the_model_names(monkeypatch: pyt
     with pytest.raises(UnsupportedModelError, match="hooks on its layers do not show"):
         model.generate(**mask_inputs(1), assistant_model=head, tree_config=BUSHES, max_new_tokens=4)
     gc.collect()
+
+
+def test_running_out_of_memory_says_nothing_about_a_model() -> None:
+    model = tiny.build("llama")
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    hook = model.model.layers[0].register_forward_pre_hook(full)
+    with pytest.raises(torch.OutOfMemoryError):
+        features_fault(model, THREE)
+    hook.remove()
+    assert features_fault(model, THREE) is None
+
+
+def test_hidden_states_are_compared_under_the_attention_of_trees() -> None:
+    """One that takes no tree masks is not run: it may not run here at all, and calls with trees replace it."""
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("not on this device")
+
+    model = tiny.build("llama")
+    with _compat.custom_attention(model, "hf_treespec_broken", broken, "sdpa"):
+        assert features_fault(model, THREE) is None
+        assert _compat.attention_implementation(model) == "hf_treespec_broken"

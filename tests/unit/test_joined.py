@@ -43,14 +43,14 @@ class Costly(Draft):
     name = "model"
     cheap = False
 
-    def __init__(self, clock: Clock, seconds: float = 0.0) -> None:
-        self.clock, self.seconds = clock, seconds
+    def __init__(self, clock: Clock, seconds: float = 0.0, *, warm_up: float = 0.0) -> None:
+        self.clock, self.seconds, self.warm_up = clock, seconds, warm_up
         self.asked = 0
         self.told: list[Any] = []
 
     def propose(self, rows: Sequence[DraftRow], limits: Sequence[TreeLimits]) -> list[TokenTree]:
         self.asked += 1
-        self.clock.now += self.seconds
+        self.clock.now += self.warm_up if self.warm_up and self.asked < 3 else self.seconds
         return [self.tree(row.tokens[-1]) if limit.max_nodes else TokenTree.root_only(row.tokens[-1])
                 for row, limit in zip(rows, limits, strict=True)]  # fmt: skip
 
@@ -183,6 +183,34 @@ def test_what_is_learnt_goes_by_what_the_text_promises(clock: Clock) -> None:
     promise.tokens, promise.more = 1.1, 2.6
     assert all(asked(draft, costly, 10))
     assert promise.rows == [0]
+
+
+def test_a_very_dear_draft_is_tried_rarely(clock: Clock) -> None:
+    """Its trials take 5 % of the time: one of 4 seconds for 80 rounds of 1 second."""
+    costly = Costly(clock, 4.0)
+    draft = joined(costly, {1: {2: 0.2}})
+    draft.promise = Promise(1.5, 2.5)
+    assert asked(draft, costly, 170)[5:] == ([False] * 80 + [True]) * 2 + [False] * 3
+
+
+def test_a_warm_up_is_no_measure(clock: Clock) -> None:
+    """The first call reads the prompt, the second may be the first of its shape."""
+    costly = Costly(clock, 0.5, warm_up=50.0)
+    draft = joined(costly, {1: {2: 0.2}})
+    draft.promise = Promise(1.5, 2.4)
+    assert all(asked(draft, costly, 40))
+
+
+@pytest.mark.parametrize("more", [3.2, 1.6])
+def test_while_sizes_are_timed_it_stays_at_what_was_decided(clock: Clock, more: float) -> None:
+    costly = Costly(clock, 1.0)
+    draft = joined(costly, {1: {2: 0.2}})
+    promise = draft.promise = Promise(1.5, more)
+    asked(draft, costly, 10)
+    draft.promise = lambda trees, rows: None
+    assert asked(draft, costly, 4) == [more == 3.2] * 4
+    draft.promise = promise
+    assert asked(draft, costly, 10) == [more == 3.2] * 10
 
 
 def test_without_a_promise_it_is_always_asked(clock: Clock) -> None:
