@@ -75,18 +75,26 @@ class SizePolicy:
             return self._limits
         return self._limits.capped(max_nodes=self._size)
 
-    def cut(self, trees: Sequence[TokenTree], lengths: Mapping[int, int], emitted: Sequence[int]) -> list[TokenTree]:
+    def cut(
+        self,
+        trees: Sequence[TokenTree],
+        lengths: Mapping[int, int],
+        emitted: Sequence[int],
+        *,
+        drafting: float = 0.0,
+    ) -> list[TokenTree]:
         """The trees to score: of each the part that is best at the size which pays.
 
         Args:
             trees: one per batch row, as proposed within `limits()`.
             lengths: row -> text length with the root, of rows that have not ended.
             emitted: per batch row the tokens emitted so far.
+            drafting: seconds that a cheap draft took for them, whatever is scored of them.
         """
         self.kept = [list(range(len(tree))) for tree in trees]
         if not self._active:
             return list(trees)
-        size = self._cut_size(trees, lengths) if self._cheap else self._size
+        size = self._cut_size(trees, lengths, drafting) if self._cheap else self._size
         self.plain = size == 0
         limit = self.limits().max_nodes
         for group, log in zip(self._groups, self._logs, strict=True):
@@ -138,10 +146,10 @@ class SizePolicy:
         place = self._sizes.index(self._best(means))
         return 1.0 + means[place], self.costs.seconds()[place]
 
-    def _cut_size(self, trees: Sequence[TokenTree], rows: Collection[int]) -> int:
+    def _cut_size(self, trees: Sequence[TokenTree], rows: Collection[int], drafting: float) -> int:
         if self._rounds < 2 * _TIMINGS:
             return self._sizes[0] if self._rounds % 2 else self._sizes[-1]
-        return self._best(self._means(trees, rows))
+        return self._best(self._means(trees, rows), drafting)
 
     def _means(self, trees: Sequence[TokenTree], rows: Collection[int]) -> list[float]:
         """Accepted tokens to expect of each size, on average over the groups of rows."""
@@ -160,9 +168,10 @@ class SizePolicy:
             for place in range(len(self._sizes))
         ]
 
-    def _best(self, gains: Sequence[float]) -> int:
+    def _best(self, gains: Sequence[float], drafting: float = 0.0) -> int:
         """Size with the most tokens a second; the smaller one of equals."""
-        rates = [(1.0 + gain) / cost for gain, cost in zip(gains, self.costs.seconds(), strict=True)]
+        # A round takes the time of its draft at every size: the more of it, the more a tree must bring.
+        rates = [(1.0 + gain) / (drafting + cost) for gain, cost in zip(gains, self.costs.seconds(), strict=True)]
         return self._sizes[rates.index(max(rates))]
 
     def _plan(self) -> None:

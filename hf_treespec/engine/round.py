@@ -121,9 +121,9 @@ class RoundRunner:
         wanted = [self._row_limits(row, limits, drafts=self._drafts(row)) for row in every]
         trees = self._draft.propose(self._text.draft_rows, wanted)
         lengths = {row: len(self._text.draft_rows[row].tokens) for row in active}
-        trees = self._policy.cut(trees, lengths, self._text.new_lengths)
-        drafted_by = time.perf_counter()
-        self._stats.draft_seconds += drafted_by - start
+        proposed_by = time.perf_counter()
+        trees = self._policy.cut(trees, lengths, self._text.new_lengths, drafting=proposed_by - start)
+        self._stats.draft_seconds += time.perf_counter() - start
         if self._in_step:
             depth = max(tree.max_depth for tree in trees)
             trees = [self._padding(row, depth) if not self._drafts(row) else tree for row, tree in enumerate(trees)]
@@ -149,8 +149,8 @@ class RoundRunner:
         self._stats.fallback_rounds += self._policy.plain
         self._policy.observe(
             trees=[trees[row] for row in active],
-            # What a cheap draft took was spent before the size was chosen.
-            seconds=time.perf_counter() - (drafted_by if self._draft.cheap else start),
+            # What a cheap draft takes does not hang on the size: `cut` adds it to the cost of each.
+            seconds=time.perf_counter() - (proposed_by if self._draft.cheap else start),
             texts={row: self._text.draft_rows[row].tokens for row in active if not self._text.finished[row]},
         )
 

@@ -38,12 +38,15 @@ class World:
         right: agreeing tokens of a chain proposed at a position.
         cost: seconds of a round by nodes.
         confidence: of each drafted token, as the draft states it; None for a draft without scores.
+        nodes: that the policy is configured to.
+        drafting: seconds of a proposal, besides those of the round.
     """
 
     right: Callable[[int], int]
     cost: Callable[[int], float] = steep
     confidence: Callable[[int], float] | None = None
     nodes: int = 16
+    drafting: float = 0.0
     sizes: list[int] = field(default_factory=list)
     at: list[int] = field(default_factory=list)
     seconds: float = 0.0
@@ -63,7 +66,7 @@ class World:
         while self.position < end:
             start, limits = self.position, policy.limits()
             proposed = self.tree(limits.max_nodes)
-            (tree,) = policy.cut([proposed], {0: start + 1}, [start])
+            (tree,) = policy.cut([proposed], {0: start + 1}, [start], drafting=self.drafting)
             self.at.append(start)
             self.sizes.append(tree.drafted)
             assert policy.plain == (tree.drafted == 0 < proposed.drafted or limits.max_nodes == 0 < self.nodes)
@@ -226,6 +229,14 @@ def test_rows_in_step_advance_by_the_shortest_of_them() -> None:
             chooser.observe(trees=scored[:1], seconds=steep(scored[0].drafted), texts=dict(enumerate(texts)))
         drafted[in_step] = sizes[20:]
     assert set(drafted[True]) == {0} and set(drafted[False]) == {3}
+
+
+@pytest.mark.parametrize(("drafting", "size"), [(0.0, 0), (0.3, 0), (20.0, 1)])
+def test_what_drafting_takes_counts_at_every_size(drafting: float, size: int) -> None:
+    """A node that brings 0.03 tokens for 0.12 rounds pays only where the rest of a round is dear enough."""
+    world = World(lambda position: int(position % 33 == 0), confidence=lambda position: 0.03, drafting=drafting)
+    sizes = world.run(policy(cheap=True), 1000).sizes[300:]
+    assert sizes.count(size) > 0.8 * len(sizes)
 
 
 def test_what_is_kept_of_a_cut_tree_is_told_in_the_drafts_own_numbers() -> None:
