@@ -9,7 +9,7 @@ Shapes: B rows, Q tokens of a forward, H hidden size of the target.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_treespec import _compat
+from hf_treespec.attention import held
 from hf_treespec.draft import Features
 from hf_treespec.engine.prompt import Prompt
 from hf_treespec.errors import TreeSpecError
@@ -145,5 +146,12 @@ def tapped(model: PreTrainedModel, features: Features | None) -> Iterator[Featur
         if features.last:
             stack.callback(_compat.tap_last(model, partial(taps.take, features.count - 1)).remove)
         if _compat.has_compiled_parts(model):
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(held("eager", _forced_eager))
         yield taps
+
+
+def _forced_eager() -> Callable[[], None]:
+    # There is one stance for all threads.
+    stack = ExitStack()
+    stack.enter_context(torch.compiler.set_stance("force_eager"))
+    return stack.close

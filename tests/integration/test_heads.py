@@ -20,6 +20,7 @@ from calls import BUSHES, GREEDY, SAMPLED
 from hf_treespec import TreeConfig, UnsupportedCallError, UnsupportedModelError, _compat, enable
 from hf_treespec.api.heads import features_fault
 from hf_treespec.draft import DraftRow, Features
+from hf_treespec.engine import tapped
 from hf_treespec.tree import TokenTree, TreeLimits
 from sources import MAKERS, Source, drafting
 from tiny import WIDTH, assert_same_text, cache_argument, new_cache, prompt, real_texts
@@ -192,6 +193,36 @@ def test_features_of_compiled_layers() -> None:
         layer.compile(backend="eager", dynamic=True)
     model.generate(**mask_inputs(1), max_new_tokens=3, do_sample=False)
     read_and_compare(tiny.stock("llama"), model, mask_inputs(1))
+
+
+def test_calls_that_overlap_leave_compiled_code_on() -> None:
+    model = tiny.build("llama")
+    model.model.layers[0].compile(backend="eager")
+    stance = torch._dynamo.eval_frame._stance
+    one, two = tapped(model, THREE), tapped(model, THREE)
+    for call in (one, two):
+        call.__enter__()
+        assert torch._dynamo.eval_frame._stance.stance == "force_eager"
+    one.__exit__(None, None, None)
+    assert torch._dynamo.eval_frame._stance.stance == "force_eager"
+    two.__exit__(None, None, None)
+    assert torch._dynamo.eval_frame._stance == stance
+
+
+def test_want_of_memory_says_nothing_about_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = enable(tiny.build("llama"))
+    head = heads.random_head("medusa", model)
+    call = {**mask_inputs(1), "assistant_model": head, "tree_config": BUSHES, "max_new_tokens": 4}
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    handle = model.register_forward_pre_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        model.generate(**call)
+    handle.remove()
+    model.generate(**call)
+    assert model.treespec_stats.draft == "medusa"
 
 
 def hooks_of(model: PreTrainedModel) -> int:

@@ -60,6 +60,21 @@ def test_an_exception_leaves_the_committed_pairs(kind: str) -> None:
     assert proposed(draft) == proposed(twin)
 
 
+def test_ids_that_no_table_has() -> None:
+    """As prompts with pictures have some: beside the text in front of the root, and in it."""
+    target = tiny.stock("llama")
+    for kind in ("eagle", "eagle3"):
+        head = heads.random_head(kind, target)
+        for prefilled in (True, False):
+            draft: Any = head_draft(head, target, Ranker(97, ids_V=head.ids), growth="best_first")
+            rows, limits = [DraftRow(0, [5, 6, 7]), DraftRow(1, [9, 500, -7, 3])], [LIMITS] * 2
+            draft.read([torch.randn(len(row.tokens) - 1, draft.features.count * head.hidden_size) for row in rows])
+            with torch.no_grad(), tiny_masks():
+                if not prefilled:
+                    draft.propose(rows, [LIMITS, LIMITS.capped(max_nodes=0)])
+                assert [tree.drafted for tree in draft.propose(rows, limits)] == [8, 8]
+
+
 def tiny_masks() -> Any:
     from hf_treespec.attention import tree_masks
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hf_treespec import TreeConfigError, load_draft, save_draft
+from hf_treespec import TreeConfigError, _compat, load_draft, save_draft
 from hf_treespec.draft import EagleHead, Features, MedusaHead, MLPHead
 from hf_treespec.draft.heads import Borrowed, is_head
 
@@ -79,6 +79,14 @@ def medusa_vllm() -> tuple[dict[str, Any], dict[str, Tensor], str]:
     return config, tensors, "model.safetensors"
 
 
+def medusa_one() -> tuple[dict[str, Any], dict[str, Tensor], str]:
+    """A single head, whose map is stored as one that all share."""
+    config, _, file = medusa_vllm()
+    config |= {"num_heads": 1, "num_hidden_layers": 2, "original_lm_head": True}
+    tensors = {f"blocks.0.layers.{block}.weight": rand(H, H) for block in range(2)}
+    return config, {**tensors, "lm_head.weight": rand(D, H), "token_map": torch.randperm(V)[:D]}, file
+
+
 def mlp() -> tuple[dict[str, Any], dict[str, Tensor], str]:
     config = {
         "model_type": "mlp_speculator", "architectures": ["MLPSpeculatorPreTrainedModel"], "vocab_size": V,
@@ -121,11 +129,18 @@ def eagle3() -> tuple[dict[str, Any], dict[str, Tensor], str]:
 
 
 def eagle3_wide() -> tuple[dict[str, Any], dict[str, Tensor], str]:
-    """Another width than the target's, all ids, its own embeddings, and layers that nobody names."""
-    config = {**LLAMA, "hidden_size": 12, "draft_vocab_size": V, "target_hidden_size": H}
+    """Another width than the target's, all ids, own embeddings, layers that nobody names, and `norm_output`."""
+    config = {**LLAMA, "hidden_size": 12, "draft_vocab_size": V, "target_hidden_size": H, "norm_output": True}
     tensors = {**third("midlayer", 12, vocab=V), "embed_tokens.weight": rand(V, 12), "d2t": torch.zeros(V).long(),
                "t2d": torch.ones(V, dtype=torch.bool)}  # fmt: skip
     return config, tensors, "model.safetensors"
+
+
+def eagle3_nvidia() -> tuple[dict[str, Any], dict[str, Tensor], str]:
+    """What it reads and how it computes is said inside; no layers are named."""
+    config, tensors, file = eagle3()
+    nested = {"eagle_aux_hidden_state_layer_ids": [], "norm_before_fc": True, "norm_output": True}
+    return {**config, "eagle_config": nested}, {**tensors, "input_norm.weight": rand(3 * H)}, file
 
 
 def speculators() -> tuple[dict[str, Any], dict[str, Tensor], str]:
@@ -142,7 +157,7 @@ def speculators() -> tuple[dict[str, Any], dict[str, Tensor], str]:
 def speculators_qwen3() -> tuple[dict[str, Any], dict[str, Tensor], str]:
     config, tensors, file = speculators()
     config["transformer_layer_config"] = {**LLAMA, "model_type": "qwen3"}
-    config["norm_before_fc"] = True
+    config |= {"norm_before_fc": True, "norm_output": True, "fc_norm": False}
     more = {"layers.0.self_attn.q_norm.weight": rand(4), "layers.0.self_attn.k_norm.weight": rand(4)}
     return config, {**tensors, **more, "input_norm.weight": rand(3 * H)}, file
 
@@ -157,8 +172,8 @@ def speculators_eagle() -> tuple[dict[str, Any], dict[str, Tensor], str]:
     return config, tensors, "model.safetensors"
 
 
-MAKERS = (medusa, medusa_vllm, mlp, mlp_tied, eagle, eagle_qwen, eagle3, eagle3_wide, speculators, speculators_qwen3,
-          speculators_eagle)  # fmt: skip
+MAKERS = (medusa, medusa_vllm, medusa_one, mlp, mlp_tied, eagle, eagle_qwen, eagle3, eagle3_wide, eagle3_nvidia,
+          speculators, speculators_qwen3, speculators_eagle)  # fmt: skip
 every = pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
 
 
@@ -197,8 +212,9 @@ def test_round_trip(make: Callable[[], Any], dtype: torch.dtype, tmp_path: Path)
     assert_same(tensors, read(out))
 
 
-CASTS = [(medusa, "medusa-vllm"), (eagle3, "speculators"), (speculators, "eagle3"), (eagle, "speculators"),
-         (speculators_eagle, "eagle"), (mlp_tied, None), (eagle3_wide, "speculators")]  # fmt: skip
+CASTS = [(medusa, "medusa-vllm"), (mlp_tied, None), (eagle, "speculators"),
+         (speculators_eagle, "eagle"), (eagle3, "speculators"), (eagle3_nvidia, "speculators"),
+         (eagle3_wide, "speculators"), (eagle3_wide, None), (speculators, "eagle3")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("make", "layout"), CASTS, ids=lambda value: getattr(value, "__name__", value))
@@ -214,6 +230,7 @@ def test_from_one_layout_to_another(make: Callable[[], Any], layout: str | None,
     assert_same(kept, dict(again.state_dict()))
     assert (again.ids is None and head.ids is None) or torch.equal(again.ids, head.ids)
     if isinstance(head, EagleHead):
+        assert again.norm_output == head.norm_output
         assert again.config.rope_parameters == head.config.rope_parameters
         assert again.config.rms_norm_eps == head.config.rms_norm_eps == 1e-5
 
@@ -299,12 +316,33 @@ def test_what_eagle_heads_compute(make: Callable[[], Any], tmp_path: Path) -> No
     torch.testing.assert_close(got[0], expected, atol=1e-4, rtol=1e-4)
 
 
+def test_what_is_read_again_behind_the_final_norm(tmp_path: Path) -> None:
+    """`norm_output`: the next step starts from what the LM head reads."""
+    heads = {}
+    config, t, file = speculators()
+    for said in (True, False):
+        heads[said] = load_draft(write(tmp_path / str(said), {**config, "norm_output": said}, t, file))
+    parts, tokens, states = lent(), torch.randint(V, (1, 3)), rand(1, 3, H)
+    place = torch.arange(3)[None]
+    outs = {}
+    for said, head in heads.items():
+        assert isinstance(head, EagleHead)
+        read = head.read(head.embed(tokens, parts), states, positions=place, mask=None, cache=None)
+        outs[said] = read, head.logits(read, parts)
+    torch.testing.assert_close(outs[True][0], norm(outs[False][0], t["norm.weight"]))
+    torch.testing.assert_close(outs[True][1], outs[False][1])
+    steps = {said: head(rand(1, 3, 3 * H) * 0 + 1, tokens, parts, steps=2) for said, head in heads.items()}
+    torch.testing.assert_close(steps[True][0], steps[False][0])
+    assert not torch.allclose(steps[True][1], steps[False][1], atol=1e-2)
+
+
 def test_what_is_read_of_the_target(tmp_path: Path) -> None:
     found = {make.__name__: load_draft(write(tmp_path / make.__name__, *make())) for make in MAKERS}
     assert found["medusa"].features(8) == found["mlp"].features(8) == found["eagle"].features(8) == Features(last=True)
     # Named as outputs of layers from 0, and as hidden states.
     assert found["eagle3"].features(8) == found["speculators"].features(8) == Features((2, 4, 6))
-    assert found["eagle3_wide"].features(32) == Features((2, 16, 29))
+    assert found["eagle3_wide"].features(32) == found["eagle3_nvidia"].features(32) == Features((2, 16, 29))
+    assert found["eagle3_nvidia"].norm_output and found["speculators_qwen3"].norm_output
     d2t = eagle3()[1]["d2t"]
     assert d2t.shape == (D,)
     config, tensors, file = eagle3()
@@ -327,6 +365,18 @@ def test_shards_and_another_file(tmp_path: Path) -> None:
     config, tensors, _ = medusa()
     folder = write(tmp_path / "safe", config, tensors, "medusa_lm_head.safetensors")
     assert_same(tensors, read(save_draft(load_draft(folder), tmp_path / "two")))
+
+
+def test_no_more_files_are_asked_for_than_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To ask the Hub for a file is to download it."""
+    config, tensors, file = eagle3()
+    folder = write(tmp_path / "given", config, tensors, file)
+    torch.save(tensors, folder / "pytorch_model.bin")
+    asked: list[str] = []
+    find = _compat.find_file
+    monkeypatch.setattr(_compat, "find_file", lambda path, name: asked.append(name) or find(path, name))
+    load_draft(folder)
+    assert asked == ["config.json", "model.safetensors"]
 
 
 # -- refusals --
@@ -367,6 +417,8 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
     refused(speculators_eagle, tmp_path, "layernorms=True", layernorms=True)
     refused(medusa, tmp_path, "lacks medusa_num_layers", drop=("medusa_num_layers",))
     refused(medusa_vllm, tmp_path, "no tensor token_map", drop=("token_map",))
+    refused(medusa_vllm, tmp_path, "11 different ids of the 29", token_map=torch.zeros(D).long())
+    refused(speculators, tmp_path, "fc_norm=True", fc_norm=True)
     refused(mlp, tmp_path, "method='sum_lstm'", method="sum_lstm")
 
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from hf_treespec import _compat
 from hf_treespec.draft.base import Features
-from hf_treespec.errors import UnsupportedCallError
+from hf_treespec.errors import TreeConfigError, UnsupportedCallError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Borrowed", "DraftHead", "Source"]
+__all__ = ["Borrowed", "DraftHead", "Source", "check_ids"]
 
 
 class Borrowed(NamedTuple):
@@ -52,6 +52,17 @@ class Source:
     unused: dict[str, Tensor] = field(default_factory=dict)
 
 
+def check_ids(name: str, ids_V: Tensor, vocab_size: int) -> None:
+    """Refuse ids of a reduced vocabulary that no law over the target's can be spread to.
+
+    Raises:
+        TreeConfigError: if some are the same, or none of the target's.
+    """
+    ids = ids_V.tolist()
+    if len(set(ids)) < len(ids) or not all(0 <= token < vocab_size for token in ids):
+        raise TreeConfigError(f"{name}: expected {len(ids)} different ids of the {vocab_size} of the target")
+
+
 class DraftHead(nn.Module):
     """A draft that reads the target's hidden states. An ordinary module: `forward` is for training.
 
@@ -64,6 +75,9 @@ class DraftHead(nn.Module):
         kind: what the statistics call it.
         max_depth: how far ahead it can draft; None without a bound.
         source: where it was read from, if it was.
+
+    Raises:
+        TreeConfigError: for ids that are not so.
     """
 
     kind = "head"
@@ -71,6 +85,8 @@ class DraftHead(nn.Module):
 
     def __init__(self, hidden_size: int, vocab_size: int, ids_V: Tensor | None = None) -> None:
         super().__init__()
+        if ids_V is not None:
+            check_ids("ids of the head", ids_V, vocab_size)
         self.hidden_size = hidden_size
         self.vocab_size = vocab_size
         self.source: Source | None = None

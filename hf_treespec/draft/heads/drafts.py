@@ -103,7 +103,8 @@ def head_draft(head: DraftHead, target: PreTrainedModel, ranker: Ranker, *, grow
     """
     features = head.features(len(_compat.decoder_layers(target)))
     if isinstance(head, EagleHead):
-        return EagleDraft(head, ranker, growth=growth, features=features, lent=Borrowed.of(target))
+        lent, readable = Borrowed.of(target), _compat.embedding_rows(target)
+        return EagleDraft(head, ranker, growth=growth, features=features, lent=lent, readable=readable)
     if isinstance(head, MedusaHead):
         return MedusaDraft(head, ranker, growth=growth, features=features)
     if isinstance(head, MLPHead):

@@ -46,6 +46,7 @@ class EagleHead(DraftHead):
         fusion_bias: of the linear map over the features.
         norm_before_fusion: whether the features are normalised first.
         norm_before_residual: whether the first layer adds its attention to the normalised state.
+        norm_output: whether what it made is read again behind its final norm (EAGLE-3).
 
     Raises:
         TreeConfigError: for a decoder of a kind that no head is known to have.
@@ -66,6 +67,7 @@ class EagleHead(DraftHead):
         fusion_bias: bool = False,
         norm_before_fusion: bool = False,
         norm_before_residual: bool = False,
+        norm_output: bool = False,
     ) -> None:
         super().__init__(hidden_size, vocab_size, ids_V)
         width = int(config.hidden_size)
@@ -84,6 +86,7 @@ class EagleHead(DraftHead):
         eps = float(config.rms_norm_eps)
         self.input_norm = nn.RMSNorm(inputs, eps=eps) if norm_before_fusion else None
         self.norm = nn.RMSNorm(width, eps=eps) if version == 3 else None
+        self.norm_output = norm_output and version == 3
         self.embed_tokens = nn.Embedding(vocab_size, width) if embeddings else None
         self.lm_head = nn.Linear(width, self.draft_vocab, bias=False) if lm_head else None
 
@@ -161,11 +164,11 @@ class EagleHead(DraftHead):
             **extra,
         )
         out: Tensor = outputs.last_hidden_state
-        return out
+        return self.norm(out) if self.norm is not None and self.norm_output else out
 
     def logits(self, states: Tensor, lent: Borrowed) -> Tensor:
         """Logits `[..., V]` of the tokens behind the pairs with these outputs."""
-        if self.norm is not None:
+        if self.norm is not None and not self.norm_output:
             states = self.norm(states)
         if self.lm_head is not None:
             out: Tensor = self.lm_head(states)

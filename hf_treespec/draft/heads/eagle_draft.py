@@ -59,13 +59,17 @@ class EagleDraft(HeadDraft, Reader):
         growth: policy of `hf_treespec.tree.grow`.
         features: which hidden states it reads of this target.
         lent: parts of the target.
+        readable: token ids that the target can read.
     """
 
     _head: EagleHead
 
-    def __init__(self, head: EagleHead, ranker: Ranker, *, growth: str, features: Features, lent: Borrowed) -> None:
+    def __init__(
+        self, head: EagleHead, ranker: Ranker, *, growth: str, features: Features, lent: Borrowed, readable: int
+    ) -> None:
         super().__init__(head, ranker, growth=growth, features=features)
         self._lent = lent
+        self._readable = readable if head.embed_tokens is None else head.vocab_size
         # Per row `[pairs, F]`, the features of pairs that are not in the cache.
         self._fresh: list[Tensor] = []
         # Per row the token of its first pair; known at the first proposal.
@@ -150,7 +154,7 @@ class EagleDraft(HeadDraft, Reader):
         mask = torch.zeros_like(ids)
         for row, text in enumerate(texts):
             if text:
-                ids[row, -len(text) :] = torch.tensor(text)
+                ids[row, -len(text) :] = torch.tensor([self.safe(token) for token in text])
                 mask[row, -len(text) :] = 1
         states = self._placed([fresh[: len(text)] for fresh, text in zip(self._fresh, texts, strict=True)], width)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -202,5 +206,5 @@ class EagleDraft(HeadDraft, Reader):
         return self._head.logits(out[:, -logits_to_keep:] if logits_to_keep else out, self._lent)
 
     def safe(self, token: int) -> int:
-        """The head reads what the target reads."""
-        return token
+        """Ids beyond the table, as prompts with pictures have some, cannot be read; the text stays right."""
+        return token if 0 <= token < self._readable else 0

@@ -17,8 +17,12 @@ __all__ = ["LAYOUTS", "is_head", "load_draft", "save_draft"]
 
 # The first that knows a checkpoint reads it.
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (SPECULATORS, MEDUSA_VLLM, MEDUSA, MLP, EAGLE3, EAGLE)}
-_FILES = ("model.safetensors", "medusa_lm_head.safetensors", "pytorch_model.bin", "medusa_lm_head.pt")
-_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+# The first that is there is read, and no other one is asked for: from the Hub that would be to download it.
+_INDEX = ".index.json"
+_FILES = (
+    "model.safetensors", "medusa_lm_head.safetensors", "model.safetensors" + _INDEX, "medusa_lm_head.pt",
+    "pytorch_model.bin", "pytorch_model.bin" + _INDEX,
+)  # fmt: skip
 
 
 def load_draft(path: str | Path) -> DraftHead:
@@ -97,20 +101,17 @@ def _files(path: str) -> tuple[Path, list[Path]]:
     """The config and the files of tensors."""
     try:
         config = _compat.find_file(path, "config.json")
-        whole = [_compat.find_file(path, name) for name in _FILES]
+        name, file = next(((name, file) for name in _FILES if (file := _compat.find_file(path, name))), ("", None))
     except OSError as error:
         raise FileNotFoundError(f"{path}: no such checkpoint of a draft head: {error}") from error
     if config is None:
         raise FileNotFoundError(f"{path}: a draft head needs a config.json")
-    found = [file for file in whole if file is not None]
-    if found:
-        return config, found[:1]
-    for name in _INDEXES:
-        index = _compat.find_file(path, name)
-        if index is not None:
-            parts = sorted(set(_compat.read_json(index)["weight_map"].values()))
-            shards = [_compat.find_file(path, part) for part in parts]
-            if missing := [part for part, shard in zip(parts, shards, strict=True) if shard is None]:
-                raise FileNotFoundError(f"{path}: {name} names {', '.join(missing)}, which are not there")
-            return config, [shard for shard in shards if shard is not None]
-    raise FileNotFoundError(f"{path}: no tensors of a draft head; expected one of {', '.join((*_FILES, *_INDEXES))}")
+    if file is None:
+        raise FileNotFoundError(f"{path}: no tensors of a draft head; expected one of {', '.join(_FILES)}")
+    if not name.endswith(_INDEX):
+        return config, [file]
+    parts = sorted(set(_compat.read_json(file)["weight_map"].values()))
+    shards = [_compat.find_file(path, part) for part in parts]
+    if missing := [part for part, shard in zip(parts, shards, strict=True) if shard is None]:
+        raise FileNotFoundError(f"{path}: {name} names {', '.join(missing)}, which are not there")
+    return config, [shard for shard in shards if shard is not None]

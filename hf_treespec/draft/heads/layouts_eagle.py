@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_treespec import _compat
-from hf_treespec.draft.heads.base import DraftHead
+from hf_treespec.draft.heads.base import DraftHead, check_ids
 from hf_treespec.draft.heads.eagle import EagleHead
 from hf_treespec.draft.heads.layout import (
     Config,
@@ -35,12 +35,13 @@ __all__ = ["EAGLE", "EAGLE3", "SPECULATORS"]
 
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _MAPS = ("d2t", "t2d")
+_NESTED = ("norm_before_fc", "fc_norm", "norm_output")
 # (Inside of a config of speculators what is not there is the default of transformers.)
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 # What the config of a head has besides that of its decoder.
 _OWN = (
-    "draft_vocab_size", "target_hidden_size", "eagle_config", "norm_before_residual", "norm_before_fc", _IDS, "bias",
-    "qkv_bias", "logit_scale",
+    "draft_vocab_size", "target_hidden_size", "eagle_config", "norm_before_residual", "norm_before_fc", "norm_output",
+    "fc_norm", _IDS, "bias", "qkv_bias", "logit_scale",
 )  # fmt: skip
 _SPECULATORS = (
     "speculators_model_type", "speculators_config", "speculators_version", "transformer_layer_config",
@@ -102,8 +103,7 @@ def _draft_ids(layout: str, config: Config, tensors: Tensors, vocab: int) -> Ten
             f"tensor 'd2t' has shape {tuple(steps.shape)}: expected ({reduced},), by draft_vocab_size"
         )
     ids = torch.arange(reduced) + steps.long()
-    if len(set(ids.tolist())) < reduced or int(ids.min()) < 0 or int(ids.max()) >= vocab:
-        raise TreeConfigError(f"tensor 'd2t': expected {reduced} different ids of the {vocab} of the target")
+    check_ids("tensor 'd2t'", ids, vocab)
     marks = tensors.get("t2d")
     if marks is not None and (marks.shape != (vocab,) or not torch.equal(marks.nonzero()[:, 0], ids.sort().values)):
         raise TreeConfigError("tensor 't2d' marks other ids of the target than 'd2t' names")
@@ -122,7 +122,7 @@ def _third(
     layout: str, config: Config, decoder: Any, tensors: Tensors, layers: Iterable[int] | None, first: str
 ) -> DraftHead:
     """An EAGLE-3 head; `first` is the name of its first layer."""
-    _refuse(layout, config, logit_scale=1.0)
+    _refuse(layout, config, logit_scale=1.0, fc_norm=False)
     fusion = tensors.get("fc.weight")
     if fusion is None:
         raise TreeConfigError(f"tensors of a checkpoint in the layout {layout!r}: missing: fc.weight")
@@ -133,7 +133,7 @@ def _third(
         decoder,
         hidden_size=hidden,
         vocab_size=int(decoder.vocab_size),
-        layers=None if layers is None else tuple(int(layer) for layer in layers),
+        layers=tuple(int(layer) for layer in layers or ()) or None,
         feature_count=max(1, fusion.shape[1] // hidden),
         embeddings="embed_tokens.weight" in tensors,
         lm_head="lm_head.weight" in tensors,
@@ -141,6 +141,7 @@ def _third(
         fusion_bias="fc.bias" in tensors,
         norm_before_fusion=bool(config.get("norm_before_fc", False)),
         norm_before_residual=bool(config.get("norm_before_residual", False)),
+        norm_output=bool(config.get("norm_output", False)),
     )
 
     def rename(_: DraftHead, own: str) -> str:
@@ -222,9 +223,15 @@ def _load_third(config: Config, tensors: Tensors) -> DraftHead:
     nested = config.get("eagle_config") or {}
     _refuse(layout, nested, use_aux_hidden_state=True)
     ids, top = nested.get(_IDS), config.get(_IDS)
-    layers = [int(layer) + 1 for layer in ids] if ids is not None else top
+    # NVIDIA's name none by an empty list.
+    layers = [int(layer) + 1 for layer in ids] if ids else top
     first = "midlayer" if any(name.startswith("midlayer.") for name in tensors) else "layers.0"
-    return _third(layout, config, _decoder_config(layout, config), tensors, layers, first)
+    # And they say there how the head computes.
+    merged = {**{key: nested[key] for key in _NESTED if key in nested}, **config}
+    head = _third(layout, merged, _decoder_config(layout, config), tensors, layers, first)
+    assert head.source is not None
+    head.source.config = dict(config)
+    return head
 
 
 def _layout_three_name(head: DraftHead, own: str) -> str:
@@ -247,6 +254,8 @@ def _third_config(head: DraftHead, target: str) -> dict[str, Any]:
         config["target_hidden_size"] = own.hidden_size
     if own.decoder.layers[0].norm_before_residual:  # type: ignore[union-attr, index]
         config["norm_before_residual"] = True
+    if own.norm_output:
+        config["norm_output"] = True
     if own.layers is not None:
         if 0 in own.layers:
             raise TreeConfigError("a head that reads hidden state 0 cannot be written in the layout 'eagle3'")
@@ -328,6 +337,8 @@ def _speculators_config(head: DraftHead, target: str) -> dict[str, Any]:
     config["norm_before_residual"] = own.decoder.layers[0].norm_before_residual  # type: ignore[union-attr, index]
     if own.input_norm is not None:
         config["norm_before_fc"] = True
+    if own.norm_output:
+        config["norm_output"] = True
     if own.hidden_size != own.width:
         config["target_hidden_size"] = own.hidden_size
     if own.layers is not None:

@@ -64,7 +64,7 @@ def _load_original(config: Config, tensors: Tensors) -> DraftHead:
 
 def _original_config(head: DraftHead, target: str) -> dict[str, Any]:
     own = _medusa(head, "medusa")
-    plain = own.ids is None and own.scale == 1.0 and not _is_shared(own)
+    plain = own.ids is None and own.scale == 1.0 and not (own.shared and len(own.heads) > 1)
     if not plain or (own.layers and not _has_bias(own)):
         raise TreeConfigError(
             "a Medusa head with a reduced vocabulary, a shared map, scaled logits or layers without a bias cannot be "
@@ -97,16 +97,11 @@ _VLLM_KEYS = (
 def _vllm_name(head: DraftHead, own: str) -> str:
     if block := re.fullmatch(r"blocks\.(\d+)\.(\d+)\.linear\.(.*)", own):
         return "blocks.{}.layers.{}.{}".format(*block.groups())
-    one = _is_shared(_medusa(head, "medusa-vllm"))
-    return "lm_head.weight" if one else f"lm_heads.{own.split('.')[1]}.weight"
+    return "lm_head.weight" if _medusa(head, "medusa-vllm").shared else f"lm_heads.{own.split('.')[1]}.weight"
 
 
 def _has_bias(head: MedusaHead) -> bool:
     return any(name.endswith("linear.bias") for name in head.state_dict())
-
-
-def _is_shared(head: MedusaHead) -> bool:
-    return len(head.heads) > 1 and head.heads[0] is head.heads[1]
 
 
 def _load_vllm(config: Config, tensors: Tensors) -> DraftHead:
@@ -144,7 +139,7 @@ def _vllm_config(head: DraftHead, target: str) -> dict[str, Any]:
         "num_heads": own.max_depth,
         "num_hidden_layers": own.layers,
         "medusa_fc_bias": _has_bias(own),
-        "original_lm_head": _is_shared(own),
+        "original_lm_head": own.shared,
         "logit_scale": own.scale,
         "torch_dtype": dtype_name(own),
     }

@@ -52,6 +52,7 @@ class MedusaHead(DraftHead):
         self.max_depth: int = heads
         self.layers = layers
         self.scale = scale
+        self.shared = shared
         self.blocks = nn.ModuleList(
             nn.ModuleList(_Residual(hidden_size, bias) for _ in range(layers)) for _ in range(heads)
         )
