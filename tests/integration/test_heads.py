@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,11 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import heads
-import ordered
-import seq2seq
-import slot_models
 import tiny
 from calls import BUSHES, GREEDY, SAMPLED
+from every_route import ROUTES, mask_inputs
 from hf_treespec import TreeConfig, UnsupportedCallError, UnsupportedModelError, _compat, enable
 from hf_treespec.api.heads import features_fault
 from hf_treespec.draft import DraftRow, Features
@@ -31,31 +29,6 @@ kinds = pytest.mark.parametrize("kind", list(heads.MAKERS))
 NEW = 16
 # Wide enough that a random head is right now and then, and sometimes twice in a row.
 WIDE = TreeConfig(max_nodes=40, max_depth=3, max_children=24, growth="static", fallback="off", seed=3)
-
-
-def mask_inputs(batch: int, family: str = "llama") -> dict[str, Tensor]:
-    ids, mask = prompt(family, batch)
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def slot_inputs(batch: int) -> dict[str, Tensor]:
-    ids, mask = slot_models.prompt(batch)
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def ordered_inputs(batch: int) -> dict[str, Tensor]:
-    ids, mask = ordered.prompt(batch)
-    return {"input_ids": ids, "attention_mask": mask, "pad_token_id": 0}
-
-
-# Per route a model that was never enabled, one that is, and a prompt.
-ROUTES: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[[int], dict[str, Any]], str]] = {
-    "mask": (tiny.stock, tiny.treed, mask_inputs, "llama"),
-    "positions": (slot_models.stock, slot_models.treed, slot_inputs, "bart"),
-    "alibi": (slot_models.stock, slot_models.treed, slot_inputs, "bloom"),
-    "paths": (seq2seq.stock, seq2seq.treed, seq2seq.source_text, "bart"),
-    "ordered": (ordered.stock, ordered.treed, ordered_inputs, ordered.PATHS[0]),
-}
 
 
 # -- what is read --

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-import ordered
-import seq2seq
-import slot_models
 import tiny
 from calls import GREEDY, SAMPLED
+from every_route import ROUTES, mask_inputs
 from hf_treespec import TreeConfig, UnsupportedCallError, disable, enable
 from hf_treespec.control import SizePolicy
 from hf_treespec.draft import LearningDraft, TextDraft, build_corpus_index
@@ -36,31 +33,6 @@ def among(*drafts: Any) -> pytest.MarkDecorator:
 OFF = TreeConfig(max_nodes=16, max_depth=6, max_children=3, fallback="off", seed=3)
 EOS = [5, 6, 7, 9, 14, 23, 31, 40, 52]
 NEW = 20
-
-
-def mask_inputs(batch: int) -> dict[str, Tensor]:
-    ids, mask = prompt("llama", batch)
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def slot_inputs(batch: int) -> dict[str, Tensor]:
-    ids, mask = slot_models.prompt(batch)
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def ordered_inputs(batch: int) -> dict[str, Tensor]:
-    ids, mask = ordered.prompt(batch)
-    return {"input_ids": ids, "attention_mask": mask, "pad_token_id": 0}
-
-
-# Per route a model that was never enabled, one that is, and a prompt.
-ROUTES: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[[int], dict[str, Any]], str]] = {
-    "mask": (tiny.stock, tiny.treed, mask_inputs, "llama"),
-    "positions": (slot_models.stock, slot_models.treed, slot_inputs, "bart"),
-    "alibi": (slot_models.stock, slot_models.treed, slot_inputs, "bloom"),
-    "paths": (seq2seq.stock, seq2seq.treed, seq2seq.source_text, "bart"),
-    "ordered": (ordered.stock, ordered.treed, ordered_inputs, ordered.PATHS[0]),
-}
 
 
 def same_text(
@@ -339,7 +311,7 @@ def test_credit_goes_by_the_nodes_that_are_scored(monkeypatch: pytest.MonkeyPatc
         def shares(self, row: Any, path: Any, floor: float) -> dict[int, float]:
             return {} if path else self.told
 
-    def cut(self: SizePolicy, trees: Any, *_: Any) -> Any:
+    def cut(self: SizePolicy, trees: Any, *_: Any, **more: Any) -> Any:
         """Of the two children of a root the second."""
         self.kept = [[0, 2] if tree.drafted == 2 else [0] for tree in trees]
         return [tree.part([2]) if tree.drafted == 2 else TokenTree.root_only(tree.tokens[0]) for tree in trees]
