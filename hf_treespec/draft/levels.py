@@ -17,7 +17,23 @@ from hf_treespec.draft.base import DraftRow
 from hf_treespec.draft.ranking import Ranker
 from hf_treespec.tree import Candidate, TreeBuilder, pack_bits, unpack_words
 
-__all__ = ["LevelReader", "Reader"]
+__all__ = ["LevelReader", "Reader", "left_padded"]
+
+
+def left_padded(texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Texts of a prefill as one batch; one at least has a token.
+
+    Returns:
+        ids and positions, int64 `[B, W]`, and the 2D mask, or None where there is no padding.
+    """
+    width = max(len(text) for text in texts)
+    ids = torch.zeros((len(texts), width), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, text in enumerate(texts):
+        if text:
+            ids[row, -len(text) :] = torch.tensor(text)
+            mask[row, -len(text) :] = 1
+    return ids, (mask.cumsum(-1) - 1).clamp(min=0), None if bool(mask.all()) else mask
 
 
 class Reader:

@@ -21,7 +21,7 @@ from hf_treespec import _compat
 from hf_treespec.attention import learned_position_limit
 from hf_treespec.cache import CacheTransaction, RowCache
 from hf_treespec.draft.base import DraftRow
-from hf_treespec.draft.levels import LevelReader, Reader
+from hf_treespec.draft.levels import LevelReader, Reader, left_padded
 from hf_treespec.draft.ranking import Ranker
 from hf_treespec.draft.sampling import ChildSampler
 from hf_treespec.routes import Route
@@ -152,18 +152,10 @@ class ModelDraft(Reader):
             for row, limit in zip(rows, limits, strict=True)
         ]
         cache = RowCache(_compat.make_cache(self.model.config), [0] * len(rows))
-        width = max(len(text) for text in texts)
-        if not width:
+        if not any(texts):
             return cache
-        ids = torch.zeros((len(rows), width), dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, text in enumerate(texts):
-            if text:
-                ids[row, -len(text) :] = torch.tensor([self.safe(token) for token in text])
-                mask[row, -len(text) :] = 1
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        padded = None if bool(mask.all()) else mask
-        self.forward(ids, positions, cache, padded, logits_to_keep=1)
+        ids, positions, mask = left_padded([[self.safe(token) for token in text] for text in texts])
+        self.forward(ids, positions, cache, mask, logits_to_keep=1)
         cache.lengths = [len(text) for text in texts]
         return cache
 

@@ -21,7 +21,7 @@ from hf_treespec.draft.base import DraftRow, Features
 from hf_treespec.draft.heads.base import Borrowed
 from hf_treespec.draft.heads.eagle import EagleHead
 from hf_treespec.draft.heads.rows import HeadDraft
-from hf_treespec.draft.levels import LevelReader, Reader
+from hf_treespec.draft.levels import LevelReader, Reader, left_padded
 from hf_treespec.draft.ranking import Ranker
 from hf_treespec.tree import Candidate, TokenTree, TreeBuilder, TreeLimits
 
@@ -147,18 +147,11 @@ class EagleDraft(HeadDraft, Reader):
         """Read all pairs but that of the root, as one left-padded batch."""
         rows = RowCache(_compat.make_cache(self._head.config), [0] * len(pairs))
         texts = [pair.tokens[:-1] if limit.max_nodes else [] for pair, limit in zip(pairs, limits, strict=True)]
-        width = max(len(text) for text in texts)
-        if not width:
+        if not any(texts):
             return rows
-        ids = torch.zeros((len(pairs), width), dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, text in enumerate(texts):
-            if text:
-                ids[row, -len(text) :] = torch.tensor([self.safe(token) for token in text])
-                mask[row, -len(text) :] = 1
-        states = self._placed([fresh[: len(text)] for fresh, text in zip(self._fresh, texts, strict=True)], width)
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        self._read(ids, states, positions, None if bool(mask.all()) else mask, rows)
+        ids, positions, mask = left_padded([[self.safe(token) for token in text] for text in texts])
+        fresh = [row[: len(text)] for row, text in zip(self._fresh, texts, strict=True)]
+        self._read(ids, self._placed(fresh, ids.shape[1]), positions, mask, rows)
         for row, text in enumerate(texts):
             rows.lengths[row] = len(text)
             self._fresh[row] = self._fresh[row][len(text) :]

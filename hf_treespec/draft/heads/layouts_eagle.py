@@ -184,7 +184,13 @@ def _load_first(config: Config, tensors: Tensors) -> DraftHead:
     layout = "eagle"
     expect_keys(layout, config, _SIZES)
     _refuse(layout, config, logit_scale=1.0)
-    decoder = _decoder_config(layout, config)
+    return _first(layout, config, _decoder_config(layout, config), tensors, _first_name, "fc")
+
+
+def _first(
+    layout: str, config: Config, decoder: Any, tensors: Tensors, rename: Callable[[DraftHead, str], str], fusion: str
+) -> DraftHead:
+    """An EAGLE-1 or -2 head; `fusion` is the name of the map that joins embeddings and features."""
     head = EagleHead(
         decoder,
         hidden_size=int(decoder.hidden_size),
@@ -192,10 +198,10 @@ def _load_first(config: Config, tensors: Tensors) -> DraftHead:
         version=1,
         embeddings="embed_tokens.weight" in tensors,
         lm_head="lm_head.weight" in tensors,
-        fusion_bias="fc.bias" in tensors,
+        fusion_bias=f"{fusion}.bias" in tensors,
     )
-    _fit_biases(head, tensors, _first_name)
-    return fill(head, layout, config, tensors, _first_name, unused=_inverse_frequencies(tensors))
+    _fit_biases(head, tensors, rename)
+    return fill(head, layout, config, tensors, rename, unused=_inverse_frequencies(tensors))
 
 
 def _first_config(head: DraftHead, target: str) -> dict[str, Any]:
@@ -294,18 +300,7 @@ def _load_speculators(config: Config, tensors: Tensors) -> DraftHead:
             f"config.json has speculators_model_type={kind!r}: expected 'eagle3' or 'eagle'; other kinds are not read"
         )
     _refuse(layout, config, layernorms=False, transformer_layer_architecture="LlamaDecoderLayer")
-    decoder = _decoder_config(layout, inner)
-    first = EagleHead(
-        decoder,
-        hidden_size=int(decoder.hidden_size),
-        vocab_size=int(decoder.vocab_size),
-        version=1,
-        embeddings="embed_tokens.weight" in tensors,
-        lm_head="lm_head.weight" in tensors,
-        fusion_bias="fusion_fc.bias" in tensors,
-    )
-    _fit_biases(first, tensors, _speculators_name)
-    return fill(first, layout, config, tensors, _speculators_name, unused=_inverse_frequencies(tensors))
+    return _first(layout, config, _decoder_config(layout, inner), tensors, _speculators_name, "fusion_fc")
 
 
 def _speculators_name(head: DraftHead, own: str) -> str:
