@@ -205,6 +205,8 @@ def hooks_of(model: PreTrainedModel) -> int:
 def test_hooks_are_gone_after_the_call_and_after_exceptions() -> None:
     model, inputs = tiny.treed("llama"), mask_inputs(3)
     head = heads.random_head("eagle3", model)
+    # transformers itself leaves hooks behind the first time that a model shows its hidden states.
+    model(**inputs, output_hidden_states=True, output_attentions=True)
     before = hooks_of(model)
     model.generate(**inputs, assistant_model=head, tree_config=BUSHES, max_new_tokens=NEW, do_sample=False)
     assert hooks_of(model) == before
