@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
-from hf_treespec.errors import TreeConfigError, TreeSpecWarning
+from hf_treespec.errors import TreeConfigError, warn
+from hf_treespec.options import FrozenDict, Option, checked_ids, checked_options, did_you_mean
 from hf_treespec.rules import COUPLED, RULES
 from hf_treespec.tree import GROWTH_POLICIES, TreeLimits
 
@@ -41,9 +42,9 @@ _INTEGERS: dict[str, tuple[int, int]] = {
     "random_children": (0, 2),
 }
 _SEED_LIMIT = 1 << 63
-# Options of each source: default and what is expected, an integer in a range, a bool, the path of a file, or a list of
-# layer numbers.
-_OPTIONS: dict[str, dict[str, tuple[int | None, tuple[int, int] | type]]] = {
+_T = TypeVar("_T")
+_OPTIONS: dict[str, dict[str, Option]] = {
+    "model": {"vocabulary": (None, checked_ids), "vocabulary_size": (None, (1, 1 << 24))},
     "ngram": {"max_match": (8, (1, 64))},
     "suffix": {"index": (None, Path)},
     "recycle": {"candidates": (8, (1, 64)), "keep": (True, bool)},
@@ -53,6 +54,26 @@ _OPTIONS: dict[str, dict[str, tuple[int | None, tuple[int, int] | type]]] = {
 }
 
 
+def _with_hints(cls: type[_T]) -> type[_T]:
+    """Have the class name the field that a misspelt one may mean."""
+    plain = cls.__init__
+    known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+
+    @wraps(plain)
+    def __init__(self: Any, *args: Any, **given: Any) -> None:
+        for name in given:
+            if name not in known:
+                raise TypeError(
+                    f"TreeConfig({name}={given[name]!r}): no such field; expected one of {', '.join(known)}"
+                    + did_you_mean(name, known)
+                )
+        plain(self, *args, **given)
+
+    cls.__init__ = __init__  # type: ignore[assignment]
+    return cls
+
+
+@_with_hints
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeConfig:
     """How `generate(..., tree_config=...)` speculates. Greedy text depends on no field, sampled text on `seed` alone.
@@ -93,8 +114,11 @@ class TreeConfig:
             (SynthID, grammar objects, `prefix_allowed_tokens_fn`, classes of the caller's own). ``"in_step"`` lets all
             rows of a batch advance together, so that each is called exactly as plain decoding calls it: once a token,
             in order, with the committed text only. ``"error"`` refuses the call before any forward.
-        draft_options: options by source, such as ``{"recycle": {"candidates": 12}}``; those of sources that do not
-            draft have no effect. ``early_exit``: `layer`, how many of the first layers draft (as the call's
+        draft_options: options by source, such as ``{"recycle": {"candidates": 12}}``; copied, and unchangeable from
+            then on. Those of sources that do not draft in a call have no effect, which is warned of. ``model``:
+            `vocabulary`, the only token ids that the draft's LM head is evaluated for, the most frequent first: a
+            sequence, a mapping of ids to counts, or the path of a .json file of either (None: all), and
+            `vocabulary_size`, to take only so many of them (None: all). ``early_exit``: `layer`, how many of the first layers draft (as the call's
             `assistant_early_exit`). ``layer_skip``: `skip`, the numbers of the layers left out. ``ngram``:
             `max_match`, longest context in tokens (8). ``suffix``: `index`, path of a corpus index that `treespec
             index` made (None). ``recycle``: `candidates`, kept of each token (8), and `keep`, whether what is learnt
@@ -118,11 +142,17 @@ class TreeConfig:
     seed: int | None = None
     fallback: str = "auto"
     on_stateful_processor: str = "in_step"
-    draft_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    draft_options: Mapping[str, Mapping[str, Any]] = field(default_factory=FrozenDict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "draft", _checked_draft(self.draft))
-        object.__setattr__(self, "draft_options", _checked_options(self.draft_options))
+        object.__setattr__(self, "draft_options", checked_options(self.draft_options, _OPTIONS))
+        model = self.options_of("model")
+        if model["vocabulary"] is None and model["vocabulary_size"] is not None:
+            raise TreeConfigError(
+                f"TreeConfig(draft_options=...): model['vocabulary_size']={model['vocabulary_size']}: most frequent "
+                "ones of which ids? Set model['vocabulary'] too"
+            )
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
@@ -169,7 +199,9 @@ class TreeConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields and the schema version."""
-        return {"schema_version": SCHEMA_VERSION, **asdict(self)}
+        data = {"schema_version": SCHEMA_VERSION, **asdict(self)}
+        data["draft_options"] = {source: dict(options) for source, options in self.draft_options.items()}
+        return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TreeConfig:
@@ -188,7 +220,8 @@ class TreeConfig:
             )
         unknown = sorted(str(key) for key in data if key not in known and key != "schema_version")
         if unknown:
-            warnings.warn(f"TreeConfig: unknown keys dropped: {', '.join(unknown)}", TreeSpecWarning, stacklevel=2)
+            hints = (did_you_mean(key, known - data.keys()) for key in unknown)
+            warn(f"TreeConfig: unknown keys dropped: {', '.join(unknown)}{''.join(hints)}")
         values = {key: value for key, value in data.items() if key in known}
         if values.get("fallback") is False:
             # YAML reads a bare `off` as false.
@@ -257,59 +290,6 @@ def _checked_draft(value: Any) -> str | tuple[str, ...]:
         f"TreeConfig(draft={value!r}): expected one of {', '.join(map(repr, _DRAFTS))}, or a tuple of different "
         f"ones of {several}"
     )
-
-
-def _checked_options(value: Any) -> dict[str, dict[str, Any]]:
-    """A copy of nested dicts, with paths as strings."""
-    where = "TreeConfig(draft_options="
-    if not isinstance(value, Mapping):
-        raise TreeConfigError(
-            f"{where}{value!r}): expected a mapping of source to options, such as {{'recycle': {{...}}}}"
-        )
-    checked: dict[str, dict[str, Any]] = {}
-    for source, options in value.items():
-        known = _OPTIONS.get(source) if isinstance(source, str) else None
-        if known is None:
-            raise TreeConfigError(f"{where}...): source {source!r}: expected one of {', '.join(map(repr, _OPTIONS))}")
-        if not isinstance(options, Mapping):
-            raise TreeConfigError(f"{where}...): {source}={options!r}: expected a mapping of options")
-        checked[source] = {}
-        for name, setting in options.items():
-            if name not in known:
-                raise TreeConfigError(
-                    f"{where}...): {source}[{name!r}]: no such option; expected one of {', '.join(map(repr, known))}"
-                )
-            checked[source][name] = _checked_option(f"{where}...): {source}[{name!r}]", setting, known[name][1])
-    return checked
-
-
-def _checked_option(where: str, value: Any, expected: tuple[int, int] | type) -> Any:
-    if expected is Path:
-        if value is not None and (not isinstance(value, (str, Path)) or not str(value)):
-            raise TreeConfigError(f"{where}={value!r}: expected the path of a file, or None")
-        return None if value is None else str(value)
-    if expected is bool:
-        if not isinstance(value, bool):
-            raise TreeConfigError(f"{where}={value!r}: expected True or False")
-        return value
-    if expected is list:
-        return _checked_layers(where, value)
-    assert isinstance(expected, tuple)
-    if isinstance(value, bool) or not isinstance(value, int) or not expected[0] <= value <= expected[1]:
-        raise TreeConfigError(f"{where}={value!r}: expected an integer in [{expected[0]}, {expected[1]}]")
-    return value
-
-
-def _checked_layers(where: str, value: Any) -> list[int]:
-    """The numbers in ascending order."""
-    layers = list(value) if isinstance(value, (list, tuple, set, frozenset, range)) else []
-    if (
-        not layers
-        or any(isinstance(layer, bool) or not isinstance(layer, int) or layer < 0 for layer in layers)
-        or len(set(layers)) != len(layers)
-    ):
-        raise TreeConfigError(f"{where}={value!r}: expected a list of different layer numbers, the first being 0")
-    return sorted(layers)
 
 
 _READERS: dict[str, Callable[[str], Any]] = {".json": json.loads, ".yaml": yaml.safe_load, ".yml": yaml.safe_load}

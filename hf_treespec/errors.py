@@ -6,13 +6,20 @@ code keeps working. Messages name the argument, its value, what was expected and
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 __all__ = [
     "TreeConfigError",
     "TreeSpecError",
     "TreeSpecWarning",
     "UnsupportedCallError",
     "UnsupportedModelError",
+    "warn",
 ]
+
+# Packages whose lines a warning does not point at: the library, and those that a call goes through to it.
+_BETWEEN = frozenset({"hf_treespec", "transformers", "torch", "peft", "accelerate", "contextlib"})
 
 
 class TreeSpecError(Exception):
@@ -33,3 +40,11 @@ class UnsupportedModelError(TreeSpecError, NotImplementedError):
 
 class TreeSpecWarning(UserWarning):
     """Category of all warnings of hf_treespec, so that they can be filtered."""
+
+
+def warn(message: str) -> None:
+    """A `TreeSpecWarning` that points at the caller's line: the innermost one outside of the packages in between."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, TreeSpecWarning, stacklevel=level)

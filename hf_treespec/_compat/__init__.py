@@ -87,6 +87,7 @@ from hf_treespec._compat.generation import (
     start_kwargs,
     stream,
 )
+from hf_treespec._compat.lm_head import lm_head_fault, lm_head_tensors, with_lm_head
 from hf_treespec._compat.models import (
     accepts_position_ids,
     cross_attention_layers,
@@ -114,7 +115,15 @@ from hf_treespec._compat.models import (
     working_dtype,
 )
 from hf_treespec._compat.processors import GuidanceProcessor, length_free_processors, process_logits, pure_processors
-from hf_treespec._compat.taps import decoder_layers, hidden_size, tap_last, tap_layer, target_parts
+from hf_treespec._compat.taps import (
+    decoder_layers,
+    embedding_size,
+    hidden_size,
+    lm_head_size,
+    tap_last,
+    tap_layer,
+    target_parts,
+)
 from hf_treespec._compat.warning import quiet_transformers, warn_once
 
 __all__ = [
@@ -161,6 +170,7 @@ __all__ = [
     "default_config",
     "dequantized",
     "embedding_rows",
+    "embedding_size",
     "encoder_states",
     "end_stream",
     "eos_token_ids",
@@ -185,6 +195,9 @@ __all__ = [
     "is_user_defined",
     "layer_counts",
     "length_free_processors",
+    "lm_head_fault",
+    "lm_head_size",
+    "lm_head_tensors",
     "make_cache",
     "make_config",
     "mask_function_of",
@@ -224,6 +237,7 @@ __all__ = [
     "vocabulary_size",
     "warn_once",
     "weights_place",
+    "with_lm_head",
     "working_dtype",
     "write_checkpoint",
 ]

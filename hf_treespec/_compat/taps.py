@@ -9,7 +9,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-__all__ = ["decoder_layers", "hidden_size", "tap_last", "tap_layer", "target_parts"]
+__all__ = [
+    "decoder_layers",
+    "embedding_size",
+    "hidden_size",
+    "lm_head_size",
+    "tap_last",
+    "tap_layer",
+    "target_parts",
+]
 
 # What a tap does with a hidden state [B, Q, H].
 Take = Callable[[Tensor], None]
@@ -17,21 +25,29 @@ Take = Callable[[Tensor], None]
 
 def _decoder(model: PreTrainedModel) -> nn.Module:
     decoder: nn.Module = model.get_decoder()
-    return model.base_model if decoder is model else decoder
+    # Some call their LM head a decoder (ModernBERT).
+    has_layers = any(isinstance(module, nn.ModuleList) for module in decoder.modules())
+    return decoder if has_layers and decoder is not model else model.base_model
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The layers of the part that reads the generated tokens, in order; empty if there is no list of them.
 
-    They are the list of modules that holds most of its parameters, since configs count layers under many names.
+    They are the list of modules that holds most of its parameters, since configs count layers under many names. Models
+    inside of that part with a config of another kind read another sense (Git): theirs count where there are no others.
     """
+    decoder, text = _decoder(model), type(model.config.get_text_config(decoder=True))
     best: list[nn.Module] = []
-    most = 0
-    for module in _decoder(model).modules():
+    most = (False, 0)
+    inner: list[str] = []
+    for name, module in decoder.named_modules():
+        if name and isinstance(module, PreTrainedModel) and not isinstance(module.config, text):
+            inner.append(f"{name}.")
         if isinstance(module, nn.ModuleList):
-            size = sum(parameter.numel() for parameter in module.parameters())
+            own = not any(name.startswith(prefix) for prefix in inner)
+            size = own, sum(parameter.numel() for parameter in module.parameters())
             # Lists inside of the list have fewer; a list around it that has no more is no better.
-            if size > most:
+            if size[1] and size > most:
                 best, most = list(module), size
     return best
 
@@ -40,6 +56,17 @@ def hidden_size(model: PreTrainedModel) -> int:
     """Width of the hidden states of the text part."""
     config = model.config.get_text_config(decoder=True)
     return int(getattr(config, "hidden_size", None) or config.d_model)
+
+
+def embedding_size(model: PreTrainedModel) -> int:
+    """Width of the embeddings of tokens; some models project it to that of their layers."""
+    table: Any = model.get_input_embeddings()
+    return int(getattr(table, "embedding_dim", None) or table.weight.shape[-1])
+
+
+def lm_head_size(model: PreTrainedModel) -> int:
+    """Width of what the LM head reads, as far as it says so, else of the hidden states."""
+    return int(getattr(model.get_output_embeddings(), "in_features", None) or hidden_size(model))
 
 
 def tap_layer(model: PreTrainedModel, index: int, take: Take) -> RemovableHandle:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from transformers.utils import logging
 
-from hf_treespec.errors import TreeSpecWarning
+from hf_treespec.errors import warn
 
 __all__ = [
     "quiet_transformers",
@@ -31,7 +30,7 @@ def warn_once(message: str) -> None:
     """A `TreeSpecWarning`, once per process and message."""
     if message not in _WARNED:
         _WARNED.add(message)
-        warnings.warn(message, TreeSpecWarning, stacklevel=3)
+        warn(message)
 
 
 _WARNED: set[str] = set()

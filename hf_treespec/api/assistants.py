@@ -6,16 +6,24 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hf_treespec import _compat
-from hf_treespec.api.support import require_support
+from hf_treespec.api.draft_support import require_draft_support
+from hf_treespec.api.vocabulary import check_vocabulary
 from hf_treespec.cache import REPLAYED, layer_kind
-from hf_treespec.config import TreeConfig
+from hf_treespec.config import LAYER_DRAFTS, TreeConfig
 from hf_treespec.draft import open_corpus_index, tokenizer_fingerprint
 from hf_treespec.errors import TreeConfigError, UnsupportedCallError
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["check_draft", "check_prompt_learning", "check_sources", "differing_tokenizers", "with_assistant_settings"]
+__all__ = [
+    "check_draft",
+    "check_prompt_learning",
+    "check_sources",
+    "differing_tokenizers",
+    "warn_of_unused_options",
+    "with_assistant_settings",
+]
 
 # Settings of stock assisted decoding that a tree has no use for, the value that asks for nothing, and what rules here.
 _GOVERNED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -38,12 +46,13 @@ def check_draft(
     Raises:
         UnsupportedCallError: if `TreeConfig(draft=...)` and the call do not fit together, or the corpus that it names
             cannot be read or is of another vocabulary.
-        UnsupportedModelError: if the assistant cannot take a tree.
+        UnsupportedModelError: if the assistant cannot take a tree, or cannot draft with the vocabulary that it is to
+            be reduced to.
     """
     check_sources(model, config, mode_kwargs, assistant=assistant is not None)
     if assistant is None:
         return
-    if not require_support(assistant, "assistant_model").route.masked:
+    if not require_draft_support(assistant).route.masked:
         raise UnsupportedCallError(
             f"assistant_model is a {type(assistant).__name__}, which takes no tree mask and cannot draft trees; pass "
             "a draft model that does, or leave assistant_model out to draft from the text by n-grams"
@@ -69,6 +78,8 @@ def check_draft(
             "on the common ones. The text is right either way, but a draft with another tokenizer is of no use so. "
             "Pass tokenizer and assistant_tokenizer to have its tokens translated where they differ"
         )
+    tokenizers = differing_tokenizers(mode_kwargs.get("tokenizer"), mode_kwargs.get("assistant_tokenizer"))
+    check_vocabulary(model, config, assistant, mode_kwargs, translated=tokenizers is not None)
 
 
 def check_sources(
@@ -106,6 +117,25 @@ def check_sources(
             )
         except TreeConfigError as error:
             raise UnsupportedCallError(f"TreeConfig(draft_options=...): suffix['index']={index!r}: {error}") from error
+
+
+def warn_of_unused_options(config: TreeConfig, *, assistant: bool, head: bool) -> None:
+    """Say which options are of sources that do not draft in a call.
+
+    Args:
+        config: of the call.
+        assistant: whether there is a draft model.
+        head: whether there is a draft head.
+    """
+    used = {str(config.draft)} if config.draft in LAYER_DRAFTS else {*config.sources}
+    used |= {"model"} if assistant else {"a head"} if head else set()
+    used = used or {"ngram"}
+    unused = [source for source, options in config.draft_options.items() if options and source not in used]
+    if unused:
+        _compat.warn_once(
+            f"TreeConfig(draft={config.draft!r}, draft_options=...): the options of {', '.join(unused)} have no effect "
+            f"in a call whose trees come from {', '.join(sorted(used))}"
+        )
 
 
 def check_prompt_learning(model: PreTrainedModel) -> None:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["as_head", "check_head"]
 
-# Per model the features whose hooks were compared with `output_hidden_states`, and what came of it.
-_TRIED: WeakKeyDictionary[PreTrainedModel, dict[Features, str | None]] = WeakKeyDictionary()
+# Per model the features whose hooks were compared with `output_hidden_states`: their width, or why they are not shown.
+_TRIED: WeakKeyDictionary[PreTrainedModel, dict[Features, int | str]] = WeakKeyDictionary()
 
 
 def as_head(assistant: Any) -> DraftHead | None:
@@ -54,7 +54,7 @@ def check_head(model: PreTrainedModel, config: TreeConfig, head: DraftHead, mode
             "own tokens; leave assistant_tokenizer out"
         )
     head.check(model)
-    fault = features_fault(model, head.features(len(_compat.decoder_layers(model))))
+    fault = features_fault(model, head.features(len(_compat.decoder_layers(model))), head.hidden_size)
     if fault is not None:
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot take a {head.kind} head: {fault}. Leave assistant_model out to draft by "
@@ -62,10 +62,15 @@ def check_head(model: PreTrainedModel, config: TreeConfig, head: DraftHead, mode
         )
 
 
-def features_fault(model: PreTrainedModel, features: Features) -> str | None:
+def features_fault(model: PreTrainedModel, features: Features, size: int | None = None) -> str | None:
     """Why hooks do not show the hidden states of a model, or None; found by one small forward, once for a model.
 
     Weights that accelerate offloads would take too long to bring in: such a model is taken as it looks.
+
+    Args:
+        model: the target.
+        features: the hidden states.
+        size: values that each must have; None for any number.
     """
     if _compat.weights_place(model) != "here":
         return None
@@ -75,10 +80,18 @@ def features_fault(model: PreTrainedModel, features: Features) -> str | None:
         attention = attention_for_probes(model) if is_supported(model).route.masked else nullcontext()
         with torch.inference_mode(False), torch.no_grad(), evaluation(model), attention:
             answers[features] = _compared(model, features)
-    return answers[features]
+    found = answers[features]
+    if isinstance(found, str):
+        return found
+    if size is not None and found != size * features.count:
+        # Some models project what their layers give (word_embed_proj_dim of OPT).
+        where = "behind its last layer" if features.last else f"{features.layers}"
+        return f"its hidden states {where} have {found // features.count} values, the head reads {size}"
+    return None
 
 
-def _compared(model: PreTrainedModel, features: Features) -> str | None:
+def _compared(model: PreTrainedModel, features: Features) -> int | str:
+    """Width of the features side by side, or why hooks do not show them."""
     ids = torch.tensor([[1, 2, 3]], device=model.device)
     name = "decoder_input_ids" if _compat.is_encoder_decoder(model) else "input_ids"
     inputs = {name: ids, "use_cache": False, "return_dict": True, **_compat.encoder_states(model)}
@@ -97,7 +110,7 @@ def _compared(model: PreTrainedModel, features: Features) -> str | None:
     expected = torch.cat([state.to(wanted[-1].device, wanted[-1].dtype) for state in wanted], dim=-1)
     if seen is None or seen.shape != expected.shape or not _close(seen, expected):
         return f"hooks on its layers do not show the hidden states {features.layers} that it names itself"
-    return None
+    return int(seen.shape[-1])
 
 
 def _close(one: Tensor, other: Tensor) -> bool:

@@ -14,8 +14,10 @@ from hf_treespec.api.assistants import (
     check_draft,
     check_prompt_learning,
     differing_tokenizers,
+    warn_of_unused_options,
     with_assistant_settings,
 )
+from hf_treespec.api.draft_support import draft_support
 from hf_treespec.api.heads import as_head, check_head
 from hf_treespec.api.layer_drafts import check_layer_draft, draft_layers, with_early_exit
 from hf_treespec.api.modes import refuse_modes, refuse_paged
@@ -124,13 +126,14 @@ def _validate_mode(
         check_path_settings(generation_config)
     else:
         check_attention(model, config.attention)
-    if assistant is not None and not is_supported(assistant).route.by_paths:
+    if assistant is not None and not draft_support(assistant).route.by_paths:
         check_attention(assistant, config.attention)
     check_layer_draft(model, config, assistant if head is None else head, mode_kwargs)
     if head is not None:
         check_head(model, config, head, mode_kwargs)
     else:
         check_draft(model, config, assistant, mode_kwargs)
+    warn_of_unused_options(config, assistant=assistant is not None, head=head is not None)
     if generation_config.do_sample and config.verification != COUPLED and "recycle" in config.sources:
         raise UnsupportedCallError(
             f"TreeConfig(draft={config.draft!r}, verification={config.verification!r}): the table of 'recycle' is "
@@ -175,7 +178,7 @@ def _decode(
     assistant = unwrap(passed) if head is None else None
     route, names = routed(model, is_supported(model))
     layers, skipped = draft_layers(model, tree_config)
-    draft_route, draft_names = (Route.MASK, ()) if assistant is None else routed(assistant, is_supported(assistant))
+    draft_route, draft_names = (Route.MASK, ()) if assistant is None else routed(assistant, draft_support(assistant))
     request = Request(
         target=model,
         input_ids=input_ids,

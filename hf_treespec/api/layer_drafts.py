@@ -130,7 +130,8 @@ def _right(model: PreTrainedModel, plan: LayerPlan | str) -> LayerPlan:
 def _skipped(config: TreeConfig, model: str, count: int) -> tuple[int, ...]:
     option = "layer" if config.draft == "early_exit" else "skip"
     value = config.options_of(str(config.draft))[option]
-    where = f"TreeConfig(draft_options={{{config.draft!r}: {{{option!r}: {value}}}}})"
+    shown = list(value) if isinstance(value, tuple) else value
+    where = f"TreeConfig(draft_options={{{config.draft!r}: {{{option!r}: {shown}}}}})"
     if value is None:
         also = ", or assistant_early_exit of the call" if option == "layer" else "; treespec skips finds some"
         example = "8" if option == "layer" else "[10, 11, 14]"

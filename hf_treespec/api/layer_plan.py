@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_treespec import _compat
@@ -39,15 +38,20 @@ class _Run:
 def find_layers(model: PreTrainedModel) -> LayerPlan | str:
     """The decoder layers of a model, if each is given what the one before it returned; or the reason why not.
 
-    They are in the one list of modules that is as long as the config counts layers and of which a forward runs every
-    module once, in order. What they return besides hidden states is for a probe to judge.
+    A forward must run each of `_compat.decoder_layers` once, in order. What they return besides hidden states is for a
+    probe to judge.
     """
     if _compat.has_compiled_parts(model):
         return "parts of it are compiled, and may not see that layers are skipped; load it without torch.compile"
-    lists = list(_lists(model))
+    layers = _compat.decoder_layers(model)
+    if not layers:
+        return "it has no list of layers"
+    # A module that is used twice has one name here and fails to run once.
+    of = {id(module): name for name, module in model.named_modules()}
+    names = tuple(of[id(layer)] for layer in layers)
     runs: list[_Run] = []
     with ExitStack() as stack:
-        for name, layer in ((f"{prefix}.{number}", one) for prefix, ms in lists for number, one in enumerate(ms)):
+        for name, layer in dict(zip(names, layers, strict=True)).items():
             stack.callback(layer.register_forward_pre_hook(partial(_enter, name, runs), with_kwargs=True).remove)
             stack.callback(layer.register_forward_hook(partial(_leave, name, runs)).remove)
         try:
@@ -58,29 +62,9 @@ def find_layers(model: PreTrainedModel) -> LayerPlan | str:
             raise
         except FAILURES as error:
             return f"a forward of {len(_TOKENS)} tokens raised {type(error).__name__}: {error}"
-    found = []
-    for prefix, modules in lists:
-        names = tuple(f"{prefix}.{number}" for number in range(len(modules)))
-        mine = [run for run in runs if run.name in names]
-        if tuple(run.name for run in mine) == names:
-            found.append(_plan(names, mine))
-    if len(found) != 1:
-        return (
-            f"{len(found)} of its lists of modules are as long as its config counts layers and run one by one in a "
-            "forward; expected one"
-        )
-    return found[0]
-
-
-def _lists(model: PreTrainedModel) -> Iterator[tuple[str, nn.ModuleList]]:
-    """Lists of as many modules as there are layers, but for those inside the modules of such a list."""
-    counts = _compat.layer_counts(model)
-    outer: list[str] = []
-    for name, module in model.named_modules():
-        inside = any(name.startswith(f"{prefix}.") for prefix in outer)
-        if isinstance(module, nn.ModuleList) and len(module) in counts and not inside:
-            outer.append(name)
-            yield name, module
+    if tuple(run.name for run in runs) != names:
+        return f"a forward does not run {names[0]} to {names[-1]} one by one, each once"
+    return _plan(names, runs)
 
 
 def _enter(name: str, runs: list[_Run], module: Any, args: Any, kwargs: Any) -> None:

@@ -257,12 +257,14 @@ def _attention_hint(model: PreTrainedModel) -> str:
 
 def _key(model: PreTrainedModel) -> tuple[Any, ...]:
     base = getattr(type(model), "_treespec_base", type(model))
+    # Layers may have been replaced by others, quantised ones say, without a word in the config.
+    parts = frozenset(type(module) for module in model.modules() if module is not model)
     dtype = _compat.working_dtype(model)
     config = model.config.to_json_string(use_diff=False)
     # All places of the weights are looked at only where the first says nothing: a key is made several times a call.
     device = model.device.type
     where = device, _compat.weights_place(model) if device == "meta" else "", is_twin(model)
-    return base, config, dtype, where, _compat.attention_implementation(model)
+    return base, parts, config, dtype, where, _compat.attention_implementation(model)
 
 
 def _static_reason(model: PreTrainedModel) -> str | None:

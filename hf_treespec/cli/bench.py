@@ -154,6 +154,7 @@ def _prepare(
     import transformers
 
     import hf_treespec
+    from hf_treespec.api.draft_support import draft_support
     from hf_treespec.cli.environment import hardware_of
     from hf_treespec.cli.measure import Bench, make_methods
     from hf_treespec.cli.models import LoadOptions, encode, load_drafter, load_model, load_tokenizer, pad_arguments
@@ -171,7 +172,7 @@ def _prepare(
     }
     model = hf_treespec.enable(load_model(name, "MODEL", options))
     draft = load_drafter(draft_name, options) if draft_name is not None else None
-    if isinstance(draft, transformers.PreTrainedModel) and not (support := hf_treespec.is_supported(draft)).ok:
+    if isinstance(draft, transformers.PreTrainedModel) and not (support := draft_support(draft)).ok:
         raise UsageFault("--draft-model", f"{draft_name} cannot take a tree: {support.reason}")
     if (
         isinstance(draft, transformers.PreTrainedModel)

@@ -23,6 +23,7 @@ from hf_treespec.draft.retokenize import RetokenizedDraft
 from hf_treespec.draft.sampling import ChildSampler
 from hf_treespec.draft.skipping import LayerPlan, skippable, skipping
 from hf_treespec.draft.text import Predictor, TextDraft
+from hf_treespec.draft.vocabulary import Rows, asked_vocabulary, reduced_rows, with_rows
 
 __all__ = [
     "ChildSampler",
@@ -50,17 +51,21 @@ __all__ = [
     "RecyclePredictor",
     "RecycleTable",
     "RetokenizedDraft",
+    "Rows",
     "SuffixDraft",
     "TextDraft",
     "WeighingDraft",
+    "asked_vocabulary",
     "build_corpus_index",
     "forget_tables",
     "head_draft",
     "ngram_predictor",
     "open_corpus_index",
+    "reduced_rows",
     "skippable",
     "skipping",
     "suffix_predictor",
     "table_of",
     "tokenizer_fingerprint",
+    "with_rows",
 ]

@@ -24,6 +24,7 @@ from hf_treespec.draft.base import DraftRow
 from hf_treespec.draft.levels import LevelReader, Reader, left_padded
 from hf_treespec.draft.ranking import Ranker
 from hf_treespec.draft.sampling import ChildSampler
+from hf_treespec.draft.vocabulary import with_rows
 from hf_treespec.routes import Route
 from hf_treespec.tree import TokenTree, TreeLimits, grow, grow_adapted
 from hf_treespec.verify import DraftLaws
@@ -47,6 +48,8 @@ class ModelDraft(Reader):
         route: of the draft. If its model counts by slots, what it counts is to be corrected around all calls, see
             `hf_treespec.attention.counted_by_depth`.
         sampler: draws children at random, for verification by independent draws; they are ranked without one.
+        ids: the only ids that the draft proposes, all different and below `vocab_size`; None for all. The rows of its
+            LM head for others are not evaluated, see `hf_treespec.draft.vocabulary`.
     """
 
     name = "model"
@@ -62,16 +65,18 @@ class ModelDraft(Reader):
         device: torch.device | None = None,
         route: Route = Route.MASK,
         sampler: ChildSampler | None = None,
+        ids: Sequence[int] | None = None,
     ) -> None:
-        self.model = model
+        self.model = model if ids is None else with_rows(model, ids)
         self.forward_seconds = 0.0
         # Per row, the score of each node of the tree last proposed: log probability that it is accepted.
         self.scores: list[list[float]] = []
         self._growth = growth
-        self._vocab = min(vocab_size, _compat.vocabulary_size(model))
+        self._vocab = min(vocab_size, _compat.vocabulary_size(model)) if ids is None else len(ids)
         self._readable = _compat.embedding_rows(model)
         self._sampler = sampler
-        self._ranker = Ranker(vocab_size, processors=processors, device=device, sampler=sampler)
+        ids_V = None if ids is None else torch.tensor(ids, device=device)
+        self._ranker = Ranker(vocab_size, processors=processors, device=device, sampler=sampler, ids_V=ids_V)
         self._by_slots = not route.told_positions
         # Positions that a model counts itself it is not told.
         self._tells_positions = route is Route.MASK or (route is Route.ALIBI and _compat.accepts_position_ids(model))

@@ -25,6 +25,7 @@ from hf_treespec.draft import (
     RecycleTable,
     RetokenizedDraft,
     TextDraft,
+    asked_vocabulary,
     head_draft,
     ngram_predictor,
     open_corpus_index,
@@ -166,10 +167,12 @@ def _of_head(head: DraftHead, request: Request, vocab: int, sampler: ChildSample
 def _of_assistant(
     assistant: PreTrainedModel, request: Request, vocab: int, sampler: ChildSampler | None
 ) -> ModelDraft | RetokenizedDraft:
-    config = request.tree_config
+    config, ids = request.tree_config, asked_vocabulary(request.tree_config)
     if request.tokenizers is not None:
         vocab_size = _compat.vocabulary_size(assistant)
-        own = ModelDraft(assistant, growth=config.growth, vocab_size=vocab_size, route=request.assistant_route)
+        own = ModelDraft(
+            assistant, growth=config.growth, vocab_size=vocab_size, route=request.assistant_route, ids=ids
+        )
         return RetokenizedDraft(own, *request.tokenizers, vocab_size=vocab)
     return ModelDraft(
         assistant,
@@ -179,4 +182,5 @@ def _of_assistant(
         device=request.input_ids.device,
         route=request.assistant_route,
         sampler=sampler,
+        ids=ids,
     )

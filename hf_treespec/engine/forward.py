@@ -15,6 +15,7 @@ from hf_treespec import _compat
 from hf_treespec.attention import TreeContext, node_positions, tree_forward_context
 from hf_treespec.cache import RowCache
 from hf_treespec.engine.features import Places
+from hf_treespec.engine.kwargs import passed_on
 from hf_treespec.engine.outputs import KeptStates
 from hf_treespec.errors import UnsupportedModelError
 from hf_treespec.routes import Route
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["TargetForward", "all_logits", "continued_kinds"]
-
-# Passed through `prepare_inputs_for_generation` by the forward itself.
-_OWN_KWARGS = ("attention_mask", "position_ids", "cache", "past_key_values", "logits_to_keep", "inputs_embeds")
 
 
 class TargetForward:
@@ -60,7 +58,7 @@ class TargetForward:
         # Inputs may lie on the host while the model does not.
         self._last_positions = last_positions.to(_compat.input_device(model, last_positions.device))
         self._prompt_mask = prompt_mask_BP
-        self._kwargs = {k: v for k, v in model_kwargs.items() if k not in _OWN_KWARGS}
+        self._kwargs = passed_on(model_kwargs)
         self._cache_kwarg = _compat.cache_kwarg(model)
         self._states = states
         self._aligned = not route.told_positions

@@ -24,6 +24,7 @@ from hf_treespec import _compat
 from hf_treespec.cache import OrderBoundRows, Read
 from hf_treespec.engine.features import Places
 from hf_treespec.engine.forward import all_logits, continued_kinds
+from hf_treespec.engine.kwargs import passed_on
 from hf_treespec.engine.paths import PathPlan, plan_paths, take_rows
 from hf_treespec.engine.prompt import Prompt
 from hf_treespec.engine.stem import StemChoice
@@ -34,9 +35,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["OrderedForward", "only_plain", "settled"]
-
-# Made anew for every forward.
-_OWN_KWARGS = ("attention_mask", "position_ids", "cache", "past_key_values", "logits_to_keep", "inputs_embeds")
 
 
 class OrderedForward:
@@ -67,8 +65,7 @@ class OrderedForward:
         self._model = model
         self._rows = rows
         self._prompt = prompt
-        own = {*_OWN_KWARGS, *rows.carried}
-        self._kwargs = {key: value for key, value in model_kwargs.items() if key not in own}
+        self._kwargs = passed_on(model_kwargs, made=rows.carried)
         positions = model_kwargs.get("position_ids")
         self._tells_positions = positions is not None
         # As in plain decoding, which a state may hold them from.

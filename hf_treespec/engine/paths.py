@@ -23,6 +23,7 @@ from hf_treespec.attention import learned_position_limit
 from hf_treespec.cache import PathCache
 from hf_treespec.engine.features import Places
 from hf_treespec.engine.forward import all_logits, continued_kinds
+from hf_treespec.engine.kwargs import passed_on
 from hf_treespec.engine.prompt import Prompt
 from hf_treespec.engine.stem import StemChoice
 from hf_treespec.tree import PATHS, TokenTree
@@ -31,10 +32,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["PathForward", "PathPlan", "path_length_limit", "plan_paths", "take_rows"]
-
-# Made anew for every forward; the plain names of an encoder-decoder speak of its encoder.
-_OWN_KWARGS = ("cache", "past_key_values", "logits_to_keep", "inputs_embeds")
-_OF_DECODER = ("attention_mask", "position_ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +142,7 @@ class PathForward:
         self._cache = cache
         self._prompt = prompt
         self._prefix = "decoder_" if _compat.is_encoder_decoder(model) else ""
-        own = {*_OWN_KWARGS, *(self._prefix + name for name in _OF_DECODER)}
-        self._kwargs = {key: value for key, value in model_kwargs.items() if key not in own}
+        self._kwargs = passed_on(model_kwargs, prefix=self._prefix)
         # As in plain decoding: positions are told to models that take them, or if the caller has told some.
         self._tells_positions = model_kwargs.get(f"{self._prefix}position_ids") is not None or (
             not self._prefix and _compat.accepts_position_ids(model)

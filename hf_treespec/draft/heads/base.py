@@ -128,8 +128,12 @@ class DraftHead(nn.Module):
             UnsupportedCallError: naming the sizes of both.
         """
         layers = len(_compat.decoder_layers(target))
+        wanted = self.features(layers).layers
+        # Of the last hidden state the LM head may read fewer values than layers give (OPT-350m).
+        projected = not wanted and self.hidden_size == _compat.lm_head_size(target)
+        size = self.hidden_size if projected else _compat.hidden_size(target)
         sizes = {
-            "hidden states of": (self.hidden_size, _compat.hidden_size(target), "values"),
+            "hidden states of": (self.hidden_size, size, "values"),
             "a vocabulary of": (self.vocab_size, _compat.vocabulary_size(target), "ids"),
         }
         for what, (own, theirs, unit) in sizes.items():
@@ -138,7 +142,6 @@ class DraftHead(nn.Module):
                     f"assistant_model is a {self.kind} head for {what} {own} {unit}, and {type(target).__name__} has "
                     f"{theirs}: pass the head that was trained for this target"
                 )
-        wanted = self.features(layers).layers
         if not all(0 <= layer < layers for layer in wanted) or len(set(wanted)) < len(wanted):
             raise UnsupportedCallError(
                 f"assistant_model is a {self.kind} head that reads the hidden states {wanted} of its target, and "

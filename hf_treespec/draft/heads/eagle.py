@@ -113,15 +113,20 @@ class EagleHead(DraftHead):
                 f"names the hidden states {self.layers} of {self.hidden_size} values"
             )
         lent = Borrowed.of(target)
-        if self.embed_tokens is None and self.width != self.hidden_size:
+        if self.embed_tokens is None and self.width != (size := _compat.embedding_size(target)):
             raise UnsupportedCallError(
                 f"assistant_model is an {self.kind} head of width {self.width} without embeddings, and the target's "
-                f"have {self.hidden_size} values: its checkpoint needs embed_tokens.weight"
+                f"have {size} values: its checkpoint needs embed_tokens.weight"
             )
         if self.lm_head is None and lent.lm_head is None:
             raise UnsupportedCallError(
                 f"assistant_model is an {self.kind} head without an LM head, and {type(target).__name__} names none "
                 "by get_output_embeddings()"
+            )
+        if self.lm_head is None and self.width != (size := _compat.lm_head_size(target)):
+            raise UnsupportedCallError(
+                f"assistant_model is an {self.kind} head of width {self.width} without an LM head, and the target's "
+                f"reads {size} values: its checkpoint needs lm_head.weight"
             )
 
     def embed(self, tokens: Tensor, lent: Borrowed) -> Tensor:

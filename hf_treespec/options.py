@@ -1,0 +1,142 @@
+"""Options of draft sources, as a config keeps them: checked, copied, and unchangeable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hf_treespec.errors import TreeConfigError
+
+__all__ = ["FrozenDict", "Option", "checked_ids", "checked_options", "did_you_mean", "frequent_first"]
+
+# Default of an option and what is expected: an integer in a range, a bool, the path of a file, a list of layer
+# numbers, or whatever a function makes of it, which is given what a message calls the option, and its value.
+Option = tuple[Any, tuple[int, int] | type | Callable[[str, Any], Any]]
+
+
+class FrozenDict(dict[str, Any]):
+    """A dict that stays as it is. JSON, copies and comparisons take it as a dict."""
+
+    def _frozen(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError("the options of a TreeConfig do not change: use config.replace(draft_options=...)")
+
+    __setitem__ = __delitem__ = __ior__ = _frozen  # type: ignore[assignment]
+    clear = pop = popitem = setdefault = update = _frozen  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[type[FrozenDict], tuple[dict[str, Any]]]:
+        return FrozenDict, (dict(self),)
+
+
+def did_you_mean(name: Any, known: Any) -> str:
+    """``"; did you mean 'x'?"`` if a known name is close to this one, else nothing."""
+    close = get_close_matches(str(name), list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def checked_options(value: Any, known: Mapping[str, Mapping[str, Option]]) -> FrozenDict:
+    """The options by source, with paths as strings.
+
+    Args:
+        value: what a caller gave.
+        known: options of each source.
+
+    Raises:
+        TreeConfigError: naming the source and the option.
+    """
+    where = "TreeConfig(draft_options="
+    if not isinstance(value, Mapping):
+        raise TreeConfigError(
+            f"{where}{value!r}): expected a mapping of source to options, such as {{'recycle': {{...}}}}"
+        )
+    checked = {}
+    for source, options in value.items():
+        own = known.get(source) if isinstance(source, str) else None
+        if own is None:
+            raise TreeConfigError(
+                f"{where}...): source {source!r}: expected one of {', '.join(map(repr, known))}"
+                + did_you_mean(source, known)
+            )
+        if not isinstance(options, Mapping):
+            raise TreeConfigError(f"{where}...): {source}={options!r}: expected a mapping of options")
+        for name in options:
+            if name not in own:
+                raise TreeConfigError(
+                    f"{where}...): {source}[{name!r}]: no such option; expected one of {', '.join(map(repr, own))}"
+                    + did_you_mean(name, own)
+                )
+        checked[source] = FrozenDict(
+            {name: _checked(f"{where}...): {source}[{name!r}]", one, own[name][1]) for name, one in options.items()}
+        )
+    return FrozenDict(checked)
+
+
+def _checked(where: str, value: Any, expected: Any) -> Any:
+    if expected is Path:
+        if value is not None and (not isinstance(value, (str, Path)) or not str(value)):
+            raise TreeConfigError(f"{where}={value!r}: expected the path of a file, or None")
+        return None if value is None else str(value)
+    if expected is bool:
+        if not isinstance(value, bool):
+            raise TreeConfigError(f"{where}={value!r}: expected True or False")
+        return value
+    if expected is list:
+        return _checked_layers(where, value)
+    if not isinstance(expected, tuple):
+        return expected(where, value)
+    if isinstance(value, bool) or not isinstance(value, int) or not expected[0] <= value <= expected[1]:
+        raise TreeConfigError(f"{where}={value!r}: expected an integer in [{expected[0]}, {expected[1]}]")
+    return value
+
+
+def _checked_layers(where: str, value: Any) -> tuple[int, ...]:
+    """The numbers in ascending order."""
+    layers = list(value) if isinstance(value, (list, tuple, set, frozenset, range)) else []
+    if not layers or not _are_numbers(layers) or len(set(layers)) != len(layers):
+        raise TreeConfigError(f"{where}={value!r}: expected a list of different layer numbers, the first being 0")
+    return tuple(sorted(layers))
+
+
+def checked_ids(where: str, value: Any) -> str | tuple[int, ...] | None:
+    """The path of a file as a string; other token ids as a tuple, the most frequent first.
+
+    Args:
+        where: what a message calls the option.
+        value: a path, ids in any sequence (a tensor or an array too), a mapping of ids to counts, or None.
+
+    Raises:
+        TreeConfigError: if it is none of these, or names an id twice.
+    """
+    if value is None or (isinstance(value, (str, Path)) and str(value)):
+        return None if value is None else str(value)
+    ids: Any = None
+    if not isinstance(value, (str, Path)):
+        ids = frequent_first(value.tolist() if hasattr(value, "tolist") else value)
+    if ids is None:
+        shown = f"{repr(value)[:80]}"
+        raise TreeConfigError(
+            f"{where}={shown}: expected the path of a .json file, or different token ids, the most frequent first, or "
+            "a mapping of ids to counts"
+        )
+    return tuple(ids)
+
+
+def frequent_first(value: Any) -> list[int] | None:
+    """Ids by falling count if they have counts, else as they are; None if this is no collection of different ids."""
+    if isinstance(value, Mapping):
+        counts = list(value.values())
+        if any(isinstance(count, bool) or not isinstance(count, (int, float)) for count in counts):
+            return None
+        try:
+            # JSON has strings for keys.
+            pairs = [(-count, int(token)) for token, count in value.items() if not isinstance(token, (bool, float))]
+        except (TypeError, ValueError):
+            return None
+        value = [token for _, token in sorted(pairs)] if len(pairs) == len(counts) else None
+    ids = list(value) if isinstance(value, (list, tuple, range)) else []
+    return ids if ids and _are_numbers(ids) and len(set(ids)) == len(ids) else None
+
+
+def _are_numbers(values: list[Any]) -> bool:
+    return all(isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in values)
