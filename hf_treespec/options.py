@@ -22,8 +22,8 @@ class FrozenDict(dict[str, Any]):
     def _frozen(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError("the options of a TreeConfig do not change: use config.replace(draft_options=...)")
 
-    __setitem__ = __delitem__ = __ior__ = _frozen  # type: ignore[assignment]
-    clear = pop = popitem = setdefault = update = _frozen  # type: ignore[assignment]
+    __setitem__ = __delitem__ = __ior__ = _frozen
+    clear = pop = popitem = setdefault = update = _frozen
 
     def __reduce__(self) -> tuple[type[FrozenDict], tuple[dict[str, Any]]]:
         return FrozenDict, (dict(self),)

@@ -18,8 +18,8 @@ def lm_head_fault(model: PreTrainedModel) -> str | None:
     if head is None or not any(module is head for module in model.modules()):
         return "it names no LM head by get_output_embeddings()"
     weight, bias = getattr(head, "weight", None), getattr(head, "bias", None)
-    plain = isinstance(weight, Tensor) and weight.dim() == 2 and weight.is_floating_point()
-    if not plain or not (bias is None or isinstance(bias, Tensor)):
+    plain = bias is None or isinstance(bias, Tensor)
+    if not plain or not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
         kind = type(head)
         return f"its LM head is a {kind.__module__}.{kind.__qualname__}, whose weights are no plain matrix of ids"
     if weight.device.type == "meta" or not weight.numel():
@@ -60,10 +60,8 @@ def _name(model: nn.Module, part: Any) -> str:
 
 def _way(model: nn.Module, part: Any) -> list[nn.Module]:
     """The modules around a part of a model, from the model on, and the part."""
-    found = [model]
-    for name in _name(model, part).split("."):
-        found.append(found[-1]._modules[name])
-    return found
+    names = _name(model, part).split(".")
+    return [model, *(model.get_submodule(".".join(names[: place + 1])) for place in range(len(names)))]
 
 
 def _shell(module: Any) -> Any:

@@ -133,8 +133,8 @@ def warn_of_unused_options(config: TreeConfig, *, assistant: bool, head: bool) -
     unused = [source for source, options in config.draft_options.items() if options and source not in used]
     if unused:
         _compat.warn_once(
-            f"TreeConfig(draft={config.draft!r}, draft_options=...): the options of {', '.join(unused)} have no effect "
-            f"in a call whose trees come from {', '.join(sorted(used))}"
+            f"TreeConfig(draft={config.draft!r}, draft_options=...): the options of {', '.join(unused)} have no "
+            f"effect in a call whose trees come from {', '.join(sorted(used))}"
         )
 
 

@@ -1,4 +1,4 @@
-"""What a call says about the vocabulary of its draft model: which ids, and whether the model's LM head can be reduced."""
+"""What a call says about the vocabulary of its draft model: which ids, and whether its LM head can be reduced."""
 
 from __future__ import annotations
 

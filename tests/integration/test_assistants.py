@@ -15,7 +15,15 @@ from torch import Tensor
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedModel
 
 from calls import BUSHES, GREEDY
-from hf_treespec import TreeConfig, TreeSpecWarning, UnsupportedCallError, _compat, enable, is_supported
+from hf_treespec import (
+    TreeConfig,
+    TreeSpecWarning,
+    UnsupportedCallError,
+    UnsupportedModelError,
+    _compat,
+    enable,
+    is_supported,
+)
 from hf_treespec.api.outliers import has_shared_outliers, without_shared_outliers
 from tiny import assert_same_text, build, draft, fingerprint, perturbed, prompt, reference, stock, treed
 
@@ -239,6 +247,41 @@ def test_a_quantised_draft_of_the_same_weights(saved: Path, name: str) -> None:
         warnings.simplefilter("error", TreeSpecWarning)
         stats = compare(full, model, 3, assistant_model=quantised(saved, name))
     assert stats.tokens_per_round > 1.3
+
+
+class Coarse(torch.nn.Linear):
+    """Rounds all tokens of a forward on one scale, as dynamic quantisation by tensors does."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        scale = input.abs().max() / 20
+        return super().forward((input / scale).round() * scale)
+
+
+def coarse(model: PreTrainedModel) -> PreTrainedModel:
+    for layer in model.model.layers:
+        layer.mlp.up_proj.__class__ = Coarse
+    return model
+
+
+@batches
+@samplings
+def test_a_draft_whose_tokens_disturb_each_other_drafts(batch: int, sampling: dict[str, Any]) -> None:
+    target, other = treed("llama"), coarse(build("llama"))
+    assert not is_supported(other).ok and is_supported(stock("llama")).ok
+    with pytest.warns(TreeSpecWarning, match="gives other logits for a token when others share its forward") as said:
+        stats = compare(stock("llama"), target, batch, assistant_model=other, **sampling)
+    assert len(said) == 1 and stats.tokens_per_round > 1.5
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM.*cannot take a tree"):
+        enable(other)
+
+
+@samplings
+def test_a_quantised_draft_with_a_reduced_vocabulary(saved: Path, sampling: dict[str, Any]) -> None:
+    full, model = LlamaForCausalLM.from_pretrained(saved), enable(LlamaForCausalLM.from_pretrained(saved))
+    config = BUSHES.replace(draft_options={"model": {"vocabulary": range(3, 80)}})
+    for name in ("nf4", "8bit"):
+        stats = compare(full, model, 3, assistant_model=quantised(saved, name), tree_config=config, **sampling)
+        assert stats.tokens_per_round > 1.3
 
 
 def test_outlier_columns_make_tokens_depend_on_each_other_and_that_is_said(saved: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import OPTConfig, OPTForCausalLM, PreTrainedModel
 
 import heads
 import tiny
@@ -437,6 +437,52 @@ def test_what_a_head_cannot_serve_is_refused() -> None:
     refused(heads.EagleHead(heads.layer_config(32), layers=(0, 2), feature_count=2, **size), r"\(0, 2\)")
     refused(heads.EagleHead(heads.layer_config(32), layers=(0, 1), **size), "reads 96 values")
     refused(heads.EagleHead(heads.layer_config(16), layers=(0, 1), feature_count=2, **size), "embed_tokens.weight")
+
+
+def opt(width: int) -> PreTrainedModel:
+    """As OPT-350m: what the embeddings give and the LM head reads is narrower than what goes from layer to layer."""
+    config = OPTConfig(
+        vocab_size=97, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, init_std=0.5,
+        word_embed_proj_dim=width, max_position_embeddings=64, do_layer_norm_before=False, pad_token_id=0,
+        bos_token_id=1, eos_token_id=None,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(4)
+        return OPTForCausalLM(config).eval()
+
+
+def test_states_of_another_width_than_the_config_says_are_refused() -> None:
+    model = enable(opt(16))
+    call = {**mask_inputs(1), "tree_config": BUSHES, "max_new_tokens": 4}
+    own = {"hidden_size": 32, "vocab_size": 97, "layers": (0, 1), "feature_count": 2}
+    for head, error, said in (
+        (heads.medusa(32, 97), UnsupportedModelError, "behind its last layer have 16 values, the head reads 32"),
+        (heads.medusa(24, 97), UnsupportedCallError, "hidden states of 24 values, and .* has 32"),
+        (heads.EagleHead(heads.layer_config(32), **own), UnsupportedCallError, "the target's have 16 values: .*embed"),
+        (
+            heads.EagleHead(heads.layer_config(32), **own, embeddings=True, lm_head=False),
+            UnsupportedCallError, "the target's reads 16 values: .*lm_head",
+        ),
+    ):  # fmt: skip
+        features_fault(model, head.features(2))
+        handle = model.register_forward_pre_hook(lambda *_: pytest.fail("no forward may come before the refusal"))
+        with pytest.raises(error, match=said):
+            model.generate(assistant_model=head, **call)
+        handle.remove()
+
+
+@pytest.mark.parametrize(("kind", "size"), [("medusa", 16), ("mlp", 16), ("eagle", 16), ("eagle3", 32)])
+@batches
+def test_heads_for_states_of_another_width(kind: str, size: int, batch: int) -> None:
+    plain, model = opt(16), enable(opt(16))
+    head = heads.MAKERS[kind](size, 97)
+    for sampling in (GREEDY, SAMPLED):
+        call = {"max_new_tokens": NEW, **mask_inputs(batch), **sampling}
+        expected = model.generate(tree_config=WIDE.replace(max_nodes=0), **call)
+        if not sampling["do_sample"]:
+            assert_same_text(plain.generate(**call), expected, width=1)
+        assert_same_text(expected, model.generate(assistant_model=head.eval(), tree_config=WIDE, **call), width=1)
+        assert model.treespec_stats.drafted_nodes > NEW
 
 
 def test_layers_whose_states_are_not_those_that_the_model_names(monkeypatch: pytest.MonkeyPatch) -> None:

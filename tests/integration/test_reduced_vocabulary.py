@@ -1,4 +1,4 @@
-"""Drafts whose LM head is evaluated for some ids only: the text is plain's, and the logits kept are the model's own."""
+"""Drafts whose LM head is evaluated for some ids: the text is plain's, the logits kept are the model's own."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from calls import GREEDY, SAMPLED
 from every_route import ROUTES, mask_inputs
 from exact.small import CONFIG, VOCAB, drawn, exact_law, goodness
 from hf_treespec import TreeConfig, UnsupportedCallError, UnsupportedModelError, _compat, enable
+from hf_treespec.api.vocabulary import check_vocabulary
 from hf_treespec.draft import ModelDraft, reduced_rows, with_rows
 from hf_treespec.rules import RULES
 from tiny import assert_same_text, build, fingerprint, perturbed
@@ -74,9 +75,7 @@ def proposed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @samplings
 @batches
 @pytest.mark.parametrize("route", ["mask", "positions", "alibi"])
-def test_any_vocabulary_equals_no_tree(
-    route: str, batch: int, sampling: dict[str, Any], proposed: list[Any]
-) -> None:
+def test_any_vocabulary_equals_no_tree(route: str, batch: int, sampling: dict[str, Any], proposed: list[Any]) -> None:
     stock, treed, inputs, family = ROUTES[route]
     draft, call = perturbed(stock(family), 0.02), {"max_new_tokens": NEW, **inputs(batch), **sampling}
     expected = treed(family).generate(tree_config=OFF.replace(max_nodes=0), **call)
@@ -182,7 +181,11 @@ def test_every_way_to_name_ids_is_the_same(tmp_path: Path, proposed: list[Any]) 
     for config in forms:
         proposed.clear()
         tiny.treed("llama").generate(
-            **mask_inputs(1), assistant_model=tiny.draft("llama"), tree_config=config, max_new_tokens=8, do_sample=False
+            **mask_inputs(1),
+            assistant_model=tiny.draft("llama"),
+            tree_config=config,
+            max_new_tokens=8,
+            do_sample=False,
         )
         seen.append([(tree.tokens, tree.parents) for tree in proposed])
     assert len(seen[0]) > 1 and all(one == seen[0] for one in seen)
@@ -303,7 +306,9 @@ def test_ids_that_are_not_the_drafts_are_refused(tmp_path: Path) -> None:
         refused(UnsupportedCallError, where + f".*bad.json: .*{said}", reduced(tmp_path / "bad.json"))
     sizes = r"id 97, and assistant_model has 97 and the target has 97: expected ids below 97"
     refused(UnsupportedCallError, where + "it names the " + sizes, reduced([3, 97]))
-    refused(UnsupportedCallError, "synced_gpus=True with .*vocabulary", reduced([3, 9]), synced_gpus=True)
+    with pytest.raises(UnsupportedCallError, match="synced_gpus=True with .*vocabulary"):
+        models = tiny.treed("llama"), reduced([3, 9]), tiny.draft("llama")
+        check_vocabulary(*models, {"synced_gpus": True}, translated=False)
 
 
 class Unread(LlamaForCausalLM):
@@ -313,8 +318,8 @@ class Unread(LlamaForCausalLM):
     @functools.wraps(LlamaForCausalLM.forward)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         out = super().forward(*args, **kwargs)
-        hidden = super().forward(*args, **{**kwargs, "use_cache": False}, output_hidden_states=True).hidden_states
-        out.logits = hidden[-1] @ self.model.embed_tokens.weight.T
+        hidden = self.model.seen[:, -out.logits.shape[1] :]
+        out.logits = hidden @ self.model.embed_tokens.weight.T
         return out
 
 
@@ -332,6 +337,7 @@ def test_a_draft_whose_head_cannot_be_reduced_is_refused() -> None:
         draft = build("llama")
         if kind == "unread":
             draft.__class__ = Unread
+            draft.model.register_forward_hook(lambda module, _, out: setattr(module, "seen", out.last_hidden_state))
         elif kind == "table":
             draft.lm_head = Table(draft.lm_head.weight.detach())
         elif kind == "unnamed":
@@ -354,5 +360,3 @@ def test_weights_that_lie_elsewhere_are_refused() -> None:
     accelerate = pytest.importorskip("accelerate")
     draft = accelerate.cpu_offload(build("llama"), execution_device="cpu")
     refused(UnsupportedModelError, "LM head lie elsewhere between forwards", reduced(some(97)), assistant_model=draft)
-
-

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import json
 import pickle
 import re
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,7 +52,7 @@ OTHER = TreeConfig(
     fallback="off", on_stateful_processor="error", verification="hybrid-joint", random_children=2,
     draft_options={
         "early_exit": {"layer": 3}, "layer_skip": {"skip": [1, 4]}, "recycle": {"candidates": 12, "keep": False},
-        "suffix": {"index": "corpus.tsx"},
+        "suffix": {"index": "corpus.tsx"}, "model": {"vocabulary": [7, 3, 11], "vocabulary_size": 2},
     },
 )  # fmt: skip
 
@@ -134,6 +137,49 @@ def test_sources_that_cannot_draft_together_are_named(value: Any) -> None:
     assert "or a tuple of different ones of 'model', 'ngram', 'suffix', 'recycle', 'lookahead'" in str(caught.value)
 
 
+def test_options_do_not_change() -> None:
+    """Neither by the dicts that were given, nor by what the config gives out: a frozen value is one to the bottom."""
+    ids, given = [5, 9], {"recycle": {"candidates": 12}}
+    config = TreeConfig(draft_options={**given, "model": {"vocabulary": ids}})
+    before = hash(config)
+    ids.append(3)
+    given["recycle"]["candidates"] = 13
+    given["ngram"] = {"max_match": 3}
+    out = config.to_dict()
+    out["draft_options"]["recycle"]["candidates"] = 14
+    config.options_of("recycle")["candidates"] = 15
+    kept: Any = config.draft_options
+    for change in (
+        lambda: kept.update(ngram={}), lambda: kept["recycle"].update(candidates=3), lambda: kept.pop("recycle"),
+        lambda: kept.clear(), lambda: kept.setdefault("ngram", {}), lambda: kept.popitem(),
+        lambda: kept.__setitem__("ngram", {}), lambda: kept["recycle"].__delitem__("candidates"),
+        lambda: kept.__ior__({"ngram": {}}),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=r"do not change: use config.replace"):
+            change()
+    assert config.draft_options == {"recycle": {"candidates": 12}, "model": {"vocabulary": (5, 9)}}
+    assert hash(config) == before
+    for copied in (copy.copy(kept), copy.deepcopy(kept), pickle.loads(pickle.dumps(kept))):
+        assert copied == kept
+        with pytest.raises(TypeError):
+            copied.clear()
+    # Other configs go out from it.
+    assert config.replace(draft_options={**kept, "ngram": {"max_match": 3}}).options_of("ngram") == {"max_match": 3}
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ([7, 3, 9], (7, 3, 9)), (range(2, 5), (2, 3, 4)), (torch.tensor([7, 3]), (7, 3)), (Path("a") / "b", "a/b"),
+        (Counter({4: 2, 9: 5, 1: 2}), (9, 1, 4)), ({"4": 2.5, "9": 5}, (9, 4)), (None, None),
+    ],
+)  # fmt: skip
+def test_ids_are_named_in_many_ways(given: Any, kept: Any) -> None:
+    config = TreeConfig(draft_options={"model": {"vocabulary": given}})
+    assert config.options_of("model") == {"vocabulary": kept, "vocabulary_size": None}
+    assert TreeConfig.from_dict(json.loads(config.to_json_string())) == config
+
+
 def test_options_have_defaults_and_are_copied() -> None:
     given = {"recycle": {"candidates": 12}, "suffix": {"index": Path("a") / "b"}}
     config = TreeConfig(draft_options=given)
@@ -149,7 +195,26 @@ def test_options_have_defaults_and_are_copied() -> None:
     ("value", "message"),
     [
         (3, "draft_options=3): expected a mapping of source to options"),
-        ({"model": {}}, "source 'model': expected one of 'ngram', 'suffix', 'recycle'"),
+        ({"draft": {}}, "source 'draft': expected one of 'model', 'ngram', 'suffix', 'recycle'"),
+        ({"sufix": {}}, "'layer_skip'; did you mean 'suffix'?"),
+        ({"ngram": {"max_macht": 3}}, "expected one of 'max_match'; did you mean 'max_match'?"),
+        ({"model": {"vocabulary": ""}}, "model['vocabulary']='': expected the path of a .json file, or different"),
+        ({"model": {"vocabulary": []}}, "model['vocabulary']=[]: expected the path"),
+        ({"model": {"vocabulary": 9}}, "model['vocabulary']=9: expected the path"),
+        ({"model": {"vocabulary": [3, 3]}}, "model['vocabulary']=[3, 3]: expected the path"),
+        ({"model": {"vocabulary": [3, -1]}}, "model['vocabulary']=[3, -1]: expected the path"),
+        ({"model": {"vocabulary": [3.0]}}, "model['vocabulary']=[3.0]: expected the path"),
+        ({"model": {"vocabulary": [True]}}, "model['vocabulary']=[True]: expected the path"),
+        ({"model": {"vocabulary": {"a": 3}}}, "model['vocabulary']={'a': 3}: expected the path"),
+        ({"model": {"vocabulary": {3: "b"}}}, "model['vocabulary']={3: 'b'}: expected the path"),
+        ({"model": {"vocabulary": {3.5: 1}}}, "model['vocabulary']={3.5: 1}: expected the path"),
+        ({"model": {"vocabulary": {"3": 1, 3: 2}}}, "model['vocabulary']={'3': 1, 3: 2}: expected the path"),
+        ({"model": {"vocabulary": torch.ones(2, 2)}}, "model['vocabulary']=tensor("),
+        (
+            {"model": {"vocabulary": [3], "vocabulary_size": 0}},
+            "model['vocabulary_size']=0: expected an integer in [1",
+        ),
+        ({"model": {"vocabulary_size": 8}}, "model['vocabulary_size']=8: most frequent ones of which ids?"),
         ({3: {}}, "source 3: expected one of"),
         ({"ngram": 3}, "ngram=3: expected a mapping of options"),
         ({"ngram": {"match": 3}}, "ngram['match']: no such option; expected one of 'max_match'"),
@@ -182,8 +247,13 @@ def test_wrong_options_are_named(value: Any, message: str) -> None:
 def test_fields_go_by_name_only() -> None:
     with pytest.raises(TypeError):
         TreeConfig("ngram")  # type: ignore[misc]
-    with pytest.raises(TypeError, match="max_node"):
+    with pytest.raises(TypeError, match=r"TreeConfig\(max_node=3\): no such field.*; did you mean 'max_nodes'\?$"):
         TreeConfig(max_node=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"TreeConfig\(beam=3\): no such field; expected one of draft, .*options$"):
+        TreeConfig(beam=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="did you mean 'fallback'"):
+        OTHER.replace(fall_back="off")
+    assert [*inspect.signature(TreeConfig).parameters] == [field.name for field in dataclasses.fields(TreeConfig)]
 
 
 def test_replace_makes_a_validated_copy() -> None:
@@ -204,6 +274,8 @@ CONFIGS = st.builds(
     draft_options=st.fixed_dictionaries(
         {},
         optional={
+            "model": st.fixed_dictionaries({}, optional={"vocabulary": st.just("ids.json") | st.just([5, 3])}),
+            "layer_skip": st.fixed_dictionaries({}, optional={"skip": st.just([3, 5])}),
             "ngram": st.fixed_dictionaries({}, optional={"max_match": st.integers(1, 64)}),
             "suffix": st.fixed_dictionaries({}, optional={"index": st.none() | st.just("corpus.tsx")}),
             "recycle": st.fixed_dictionaries({}, optional={"candidates": st.integers(1, 64), "keep": st.booleans()}),
@@ -218,7 +290,8 @@ CONFIGS = st.builds(
 @given(CONFIGS)
 def test_dict_json_and_yaml_round_trip(config: TreeConfig) -> None:
     data = config.to_dict()
-    assert data == {"schema_version": 1, **dataclasses.asdict(config)}
+    whole = {"schema_version": 1, **dataclasses.asdict(config)}
+    assert data == {**whole, "draft_options": json.loads(json.dumps(whole["draft_options"]))}
     assert TreeConfig.from_dict(data) == config
     assert TreeConfig.from_dict(json.loads(config.to_json_string())) == config
     assert TreeConfig.from_dict(yaml.safe_load(config.to_yaml_string())) == config
@@ -230,7 +303,7 @@ def test_missing_keys_take_the_defaults() -> None:
 
 
 def test_unknown_keys_are_dropped_with_one_warning_that_names_them() -> None:
-    with pytest.warns(TreeSpecWarning, match="unknown keys dropped: 7, zeta") as caught:
+    with pytest.warns(TreeSpecWarning, match="unknown keys dropped: 7, zeta$") as caught:
         config = TreeConfig.from_dict({"zeta": 1, "max_nodes": 3, 7: 2})  # type: ignore[dict-item]
     assert config == TreeConfig(max_nodes=3) and len(caught) == 1
     assert caught[0].filename == __file__

@@ -332,6 +332,10 @@ def test_an_answer_is_kept_per_class_config_dtype_and_attention() -> None:
     assert probed(llama(Fresh).double())
     assert probed(llama(Fresh, attn_implementation="eager"))
     assert probed(llama(type("Fresh", (Llama,), {})))
+    # Quantised layers in place of some, of which the config says nothing.
+    model = llama(Fresh)
+    model.lm_head.__class__ = type("OtherLinear", (torch.nn.Linear,), {})
+    assert probed(model)
 
 
 def test_under_autocast_rounding_is_no_error_and_the_answer_its_own() -> None:
