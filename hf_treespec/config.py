@@ -115,16 +115,16 @@ class TreeConfig:
             rows of a batch advance together, so that each is called exactly as plain decoding calls it: once a token,
             in order, with the committed text only. ``"error"`` refuses the call before any forward.
         draft_options: options by source, such as ``{"recycle": {"candidates": 12}}``; copied, and unchangeable from
-            then on. Those of sources that do not draft in a call have no effect, and a warning says so.
-            ``model``: `vocabulary`, the only token ids that the draft's LM head is evaluated for, the most frequent
-            first: a sequence, a mapping of ids to counts, or the path of a .json file of either (None: all), and
+            then on. Those of sources that do not draft in a call have no effect, and a warning says so. ``model``:
+            `vocabulary`, the only token ids that the draft's LM head is evaluated for, the most frequent first: a
+            sequence, a mapping of ids to counts, or the path of a .json file of either (None: all), and
             `vocabulary_size`, at most so many of them (None: all). ``early_exit``: `layer`, how many of the first
             layers draft (as the call's `assistant_early_exit`). ``layer_skip``: `skip`, the numbers of the layers left
             out. ``ngram``: `max_match`, longest context in tokens (8). ``suffix``: `index`, path of a corpus index
             that `treespec index` made (None). ``recycle``: `candidates`, kept of each token (8), and `keep`, whether
-            what is learnt in a call serves the next calls of the model too (True). ``lookahead``: `window`, columns guessed
-            ahead (3), `ngram`, tokens of an n-gram (3), and `candidates`, n-grams kept of each first token (8); the
-            window takes `window * (ngram - 1)` nodes, at most half of `max_nodes`.
+            what is learnt in a call serves the next calls of the model too (True). ``lookahead``: `window`, columns
+            guessed ahead (3), `ngram`, tokens of an n-gram (3), and `candidates`, n-grams kept of each first token
+            (8); the window takes `window * (ngram - 1)` nodes, at most half of `max_nodes`.
 
     Raises:
         TreeConfigError: if a field has a value that cannot work.

@@ -18,8 +18,14 @@ def lm_head_fault(model: PreTrainedModel) -> str | None:
     if head is None or not any(module is head for module in model.modules()):
         return "it names no LM head by get_output_embeddings()"
     weight, bias = getattr(head, "weight", None), getattr(head, "bias", None)
-    plain = bias is None or isinstance(bias, Tensor)
-    if not plain or not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
+    # Of 8 bits a value there are scales somewhere else.
+    if (
+        not isinstance(weight, Tensor)
+        or weight.dim() != 2
+        or not weight.is_floating_point()
+        or weight.element_size() < 2
+        or not (bias is None or isinstance(bias, Tensor))
+    ):
         kind = type(head)
         return f"its LM head is a {kind.__module__}.{kind.__qualname__}, whose weights are no plain matrix of ids"
     if weight.device.type == "meta" or not weight.numel():

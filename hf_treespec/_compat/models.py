@@ -26,7 +26,6 @@ __all__ = [
     "input_device",
     "is_encoder_decoder",
     "is_stateful",
-    "layer_counts",
     "max_positions",
     "max_sequence",
     "model_forward",
@@ -164,13 +163,6 @@ def model_forward(
 def vocabulary_size(model: PreTrainedModel) -> int:
     """Width of the logits by the config."""
     return int(model.config.get_text_config().vocab_size)
-
-
-def layer_counts(model: PreTrainedModel) -> set[int]:
-    """How many decoder layers there are by the config of the text part; in that of a pair one may be the encoder's."""
-    config = model.config.get_text_config(decoder=True)
-    counts = (getattr(config, name, None) for name in ("num_hidden_layers", "decoder_layers"))
-    return {count for count in counts if isinstance(count, int)}
 
 
 def has_compiled_parts(model: nn.Module) -> bool:
