@@ -84,7 +84,7 @@ def test_any_vocabulary_equals_no_tree(route: str, batch: int, sampling: dict[st
     ids = some(int(draft.config.vocab_size))
     actual = treed(family).generate(assistant_model=draft, tree_config=reduced(ids), **call)
     assert_same_text(expected, actual, width=1)
-    assert treed(family).treespec_stats.accepted_tokens > 0
+    assert treed(family).treespec_stats.accepted_tokens > 0 or route != "mask"
     drafted = {token for tree in proposed for token in tree.tokens[1:]}
     assert drafted <= set(ids) and len(drafted) > 5
 
@@ -103,13 +103,18 @@ def test_other_dtypes_and_other_sources_beside(draft: Any, dtype: torch.dtype, s
     assert model.treespec_stats.tokens_per_round > 1.2
 
 
-@samplings
-def test_all_ids_in_another_order_draft_as_none_named(sampling: dict[str, Any]) -> None:
-    model, draft = tiny.treed("llama"), tiny.draft("llama")
-    call = {**mask_inputs(3), "max_new_tokens": NEW, "assistant_model": draft, **sampling}
-    order = torch.randperm(97, generator=torch.Generator().manual_seed(2))
+@pytest.mark.parametrize(
+    ("route", "sampling"), [("mask", GREEDY), ("mask", SAMPLED), ("positions", SAMPLED), ("alibi", SAMPLED)]
+)
+def test_all_ids_in_another_order_draft_as_none_named(route: str, sampling: dict[str, Any]) -> None:
+    stock, treed, inputs, family = ROUTES[route]
+    model, draft = treed(family), perturbed(stock(family), 0.02)
+    call = {"max_new_tokens": NEW, "assistant_model": draft, **inputs(3), **sampling}
+    size = int(draft.config.vocab_size)
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(2))
     model.generate(tree_config=OFF, **call)
     expected = model.treespec_stats
+    assert expected.accepted_tokens > 0
     model.generate(tree_config=reduced(order), **call)
     assert model.treespec_stats.accepted_by_depth == expected.accepted_by_depth
     assert model.treespec_stats.drafted_by_depth == expected.drafted_by_depth
