@@ -9,10 +9,10 @@
 Texts are generated under every rule, and the target reads each of them once more: its conditional laws are the null
 hypothesis, so no reference samples are needed. docs/lossless.md says what is tested and what the verdict means.
 
-Writes shards (a line for each finished unit), results.json, results.csv and results.png into --out; --inject all does
-so for each bug in a folder of its name, and writes injected.csv beside them. A killed run goes
-on where it was when it is started again, a finished one with a larger --limit goes on with more prompts; processes
-share the prompts among themselves.
+Writes shards (a line for each finished unit), results.json, results.csv and results.png into --out. --inject all, or
+several bugs with commas between, do so for each bug in a folder of its name, with more prompts until it is caught, and
+write injected.csv beside them. A killed run goes on where it was when it is started again, a finished one goes on with
+more prompts if --limit is larger; processes share the prompts among themselves.
 
 Exit codes: 0 everything as it should be: lossless rules pass, and what is known to be wrong (--inject, typical-lossy)
 is caught; 1 a rule that claims to be lossless fails; 2 bad settings; 3 something wrong was not caught.
@@ -38,7 +38,7 @@ import transformers
 import hf_treespec
 from drafts import load_target
 from expected import SettingsError
-from injection import as_table, inject_all, write_table
+from injection import as_table, bugs_named, inject_each, write_table
 from promptsource import Prompt, PromptSource
 from real_model import RealModelError, progress_bars_on_terminals_only
 from settings import FREE, Arm, Settings
@@ -117,8 +117,10 @@ def run(settings: Settings, folder: Path, state: Any, *, fresh: bool, quiet: boo
     return verdict
 
 
-def run_every_bug(settings: Settings, folder: Path, state: Any, *, fresh: bool, quiet: bool) -> tuple[str, int]:
-    """Every bug, each in a folder of its name; what was found, and the exit code."""
+def run_bugs(
+    settings: Settings, bugs: Sequence[str], folder: Path, state: Any, *, fresh: bool, quiet: bool
+) -> tuple[str, int]:
+    """Bugs in turn, each in a folder of its name; what was found, and the exit code."""
     begun: set[str] = set()
 
     def one(told: Settings) -> Verdict:
@@ -130,7 +132,7 @@ def run_every_bug(settings: Settings, folder: Path, state: Any, *, fresh: bool, 
         return verdict
 
     rows = []
-    for row in inject_all(settings, one):
+    for row in inject_each(settings, bugs, one):
         rows.append(row)
         if state.is_main_process:
             write_table(folder / "injected.csv", settings, rows)
@@ -193,7 +195,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, help="settings in YAML, see evals/settings.py")
     parser.add_argument("--out", type=Path, help="folder of the results; default evals/results/distribution")
-    parser.add_argument("--inject", help="run with a known bug: M01 to M25, see evals/mutants.py; or all")
+    parser.add_argument(
+        "--inject", help="run with a known bug: M01 to M25, see evals/mutants.py; several with commas between, or all"
+    )
     parser.add_argument(
         "--rules", type=lambda text: [one.strip() for one in text.split(",")], help="rules, with commas between"
     )
@@ -222,14 +226,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     try:
         changes = {name: getattr(told, name) for name in ("inject", "rules", "new_tokens", "seed")}
-        every_bug = changes["inject"] == "all"
-        settings = Settings.read(told.config, {**changes, "inject": None} if every_bug else changes)
+        bugs = bugs_named(told.inject) if told.inject is not None else []
+        several = len(bugs) > 1
+        settings = Settings.read(told.config, {**changes, "inject": None} if several else changes)
         if told.limit is not None:
             settings = replace(settings, prompts={**settings.prompts, "limit": told.limit})
         folder = told.out or Path("evals/results/distribution", settings.inject)
         how = {"fresh": told.fresh, "quiet": told.quiet}
-        if every_bug:
-            line, code = run_every_bug(settings, folder, state, **how)
+        if several:
+            line, code = run_bugs(settings, bugs, folder, state, **how)
         else:
             verdict = run(settings, folder, state, **how)
             line, code = verdict.line, verdict.code

@@ -1,4 +1,4 @@
-"""Every known bug in turn: how many tokens it takes until the eval tells each from the target's law.
+"""Known bugs in turn: how many tokens it takes until the eval tells each from the target's law.
 
 A bug runs with more and more prompts until it is caught or the prompts of the config are used up. To look several
 times makes a chance catch likelier than one look does, by their number at most; what a bug that is missed at the end
@@ -17,12 +17,13 @@ from typing import Any
 import torch
 import transformers
 
+import expected
 import hf_treespec
 from mutants import MUTANTS
 from settings import Settings
 from verdict import CAUGHT, MISSED, Verdict
 
-__all__ = ["as_table", "inject_all", "looks", "write_table"]
+__all__ = ["as_table", "bugs_named", "inject_each", "looks", "write_table"]
 
 
 def looks(limit: int) -> list[int]:
@@ -33,14 +34,30 @@ def looks(limit: int) -> list[int]:
     return found
 
 
-def inject_all(settings: Settings, run: Callable[[Settings], Verdict]) -> Iterator[dict[str, Any]]:
+def bugs_named(told: str) -> list[str]:
+    """The bugs of "all" or of names with commas between.
+
+    Raises:
+        SettingsError: for an unknown name.
+    """
+    names = list(MUTANTS) if told == "all" else [name.strip() for name in told.split(",")]
+    for name in names:
+        expected.text("inject", name, among=MUTANTS)
+    return list(dict.fromkeys(names))
+
+
+def inject_each(
+    settings: Settings, bugs: Sequence[str], run: Callable[[Settings], Verdict]
+) -> Iterator[dict[str, Any]]:
     """A row for each bug and arm, as soon as it is known.
 
     Args:
         settings: of a run; which bug it has is filled in.
+        bugs: by name.
         run: goes on with a run as far as its settings say, and judges it.
     """
-    for name, bug in MUTANTS.items():
+    for name in bugs:
+        bug = MUTANTS[name]
         for limit in looks(int(settings.prompts.get("limit", 0))):
             prompts = {**settings.prompts, "limit": limit}
             verdict = run(replace(settings, inject=name, prompts=prompts))

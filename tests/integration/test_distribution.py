@@ -111,7 +111,7 @@ def test_a_mutant_is_caught_and_too_few_texts_are_said_to_miss_it(
     assert capsys.readouterr().out.startswith("NOT CAUGHT (family 0.001): injected bug M03, ")
 
 
-def test_all_bugs_run_in_turn_until_each_is_caught(
+def test_bugs_run_in_turn_until_each_is_caught(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(injection, "MUTANTS", {name: MUTANTS[name] for name in ("M01", "M15")})
@@ -142,8 +142,10 @@ def test_all_bugs_run_in_turn_until_each_is_caught(
     assert run(model, tmp_path, *command, repeats=12) == 3
     assert capsys.readouterr().out.splitlines() == printed and len(done) == 3
     # What one look has found the next one needs.
-    assert run(model, tmp_path, *command, "--fresh", repeats=12) == 3
-    assert done[3:] == done[:3]
+    assert run(model, tmp_path, "--inject", "M15, M01", "--limit", "2", "--fresh", repeats=12) == 3
+    assert done[3:] == [("M15", 0), ("M01", 0), ("M01", 1)]
+    assert run(model, tmp_path, "--inject", "M01,M02") == 2
+    assert "inject: 'M02': expected one of M01, M15" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("limit", "found"), [(0, [0]), (1, [1]), (2, [1, 2]), (12, [1, 3, 6, 12])])
