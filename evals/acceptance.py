@@ -90,7 +90,10 @@ def at_node(p: Tensor, q: Tensor, dice: torch.Generator) -> Iterator[tuple[str, 
             yield "hybrid-2", k, accepted, optima.optimum_hybrid(p, q, k, 2)
 
 
-def nodes_part(target: Any, draft: Any, tokenizer: Any, data: Path, prompts: int, each: int) -> list[dict[str, Any]]:
+def nodes_part(
+    target: Any, draft: Any, tokenizer: Any, data: Path, prompts: int, each: int
+) -> Iterator[list[dict[str, Any]]]:
+    """Single nodes of text; all rows at once."""
     found: dict[tuple[float, str, int], list[tuple[float, float]]] = defaultdict(list)
     apart: dict[float, list[float]] = defaultdict(list)
     dice = torch.Generator().manual_seed(SEED)
@@ -123,12 +126,12 @@ def nodes_part(target: Any, draft: Any, tokenizer: Any, data: Path, prompts: int
                 "total_variation": round(mean(apart[temperature]), 4),
             }  # fmt: skip
         )
-    return out
+    yield out
 
 
-def trees_part(target: Any, draft: Any, tokenizer: Any, data: Path, prompts: int) -> list[dict[str, Any]]:
-    """Whole rounds of generate(), 12 nodes, depth up to 4."""
-    out = []
+def trees_part(target: Any, draft: Any, tokenizer: Any, data: Path, prompts: int) -> Iterator[list[dict[str, Any]]]:
+    """Whole rounds of generate(), 12 nodes, depth up to 4; all rows so far whenever there is another one."""
+    out: list[dict[str, Any]] = []
     texts = [(text, chat) for name in SETS for text, chat in read_prompts(data, name, prompts)]
     for temperature in TEMPERATURES:
         for rule in RULES if temperature else ("coupled",):
@@ -152,7 +155,7 @@ def trees_part(target: Any, draft: Any, tokenizer: Any, data: Path, prompts: int
                 each.append((stats.row_rounds, stats.accepted_tokens, stats.expected_accepted))
             out.append(tree_row(temperature, rule, each))
             print(out[-1], file=sys.stderr)
-    return out
+            yield out
 
 
 def tree_row(temperature: float, rule: str, each: list[tuple[int, int, float]]) -> dict[str, Any]:
@@ -261,13 +264,13 @@ def main() -> int:
         "hf_treespec": hf_treespec.__version__,
     }  # fmt: skip
     arguments.out.mkdir(parents=True, exist_ok=True)
-    tasks: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    tasks: dict[str, Callable[[], Iterator[list[dict[str, Any]]]]] = {
         "nodes": lambda: nodes_part(target, draft, tokenizer, arguments.data, arguments.prompts, arguments.positions),
         "trees": lambda: trees_part(target, draft, tokenizer, arguments.data, max(1, arguments.prompts // 6)),
     }
     for name in sorted(parts):
-        rows = tasks[name]()
-        write(arguments.out / f"acceptance-{name}.csv", rows, machine)
+        for rows in tasks[name]():
+            write(arguments.out / f"acceptance-{name}.csv", rows, machine)
         (plot_nodes if name == "nodes" else plot_trees)(rows, arguments.out / f"acceptance-{name}.png")
     return 0
 
