@@ -6,7 +6,7 @@ DIR holds HumanEval.jsonl.gz, gsm8k_test.jsonl and mt_bench.jsonl. The target is
 draft the target without some of its layers, or another of evals/drafts.py. *Nodes*: contexts of text that the target
 has sampled; per temperature and number of children what a rule accepts there, and the bound for its draws
 (evals/optima.py). *Trees*: the tokens that whole rounds of generate() accept, and what they accept in the mean over
-the coins.
+the coins; at temperature 0, where every rule is the coupled one, greedily.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ SEED = 1
 # Draws of the noise, and of rejected children, behind the two figures that have no closed form.
 NOISE_DRAWS, CHILD_DRAWS = 64, 20
 RULES = ("coupled", "naive", "rrs", "kseq", "rrsw", "traversal", "block", "hybrid", "hybrid-joint")
-TREE_TEMPERATURES = (0.3, 0.7, 1.0)
 
 
 @torch.no_grad()
@@ -91,7 +90,10 @@ def at_node(p: Tensor, q: Tensor, dice: torch.Generator) -> Iterator[tuple[str, 
             yield "hybrid-2", k, accepted, optima.optimum_hybrid(p, q, k, 2)
 
 
-def nodes_part(target: Any, draft: Any, tokenizer: Any, data: Path, prompts: int, each: int) -> list[dict[str, Any]]:
+def nodes_part(
+    target: Any, draft: Any, tokenizer: Any, data: Path, prompts: int, each: int
+) -> Iterator[list[dict[str, Any]]]:
+    """Single nodes of text; all rows at once."""
     found: dict[tuple[float, str, int], list[tuple[float, float]]] = defaultdict(list)
     apart: dict[float, list[float]] = defaultdict(list)
     dice = torch.Generator().manual_seed(SEED)
@@ -124,15 +126,15 @@ def nodes_part(target: Any, draft: Any, tokenizer: Any, data: Path, prompts: int
                 "total_variation": round(mean(apart[temperature]), 4),
             }  # fmt: skip
         )
-    return out
+    yield out
 
 
-def trees_part(target: Any, draft: Any, tokenizer: Any, data: Path, prompts: int) -> list[dict[str, Any]]:
-    """Whole rounds of generate(), 12 nodes, depth up to 4."""
-    out = []
+def trees_part(target: Any, draft: Any, tokenizer: Any, data: Path, prompts: int) -> Iterator[list[dict[str, Any]]]:
+    """Whole rounds of generate(), 12 nodes, depth up to 4; all rows so far whenever there is another one."""
+    out: list[dict[str, Any]] = []
     texts = [(text, chat) for name in SETS for text, chat in read_prompts(data, name, prompts)]
-    for temperature in TREE_TEMPERATURES:
-        for rule in RULES:
+    for temperature in TEMPERATURES:
+        for rule in RULES if temperature else ("coupled",):
             config = TreeConfig(
                 max_nodes=12,
                 max_depth=4,
@@ -142,29 +144,69 @@ def trees_part(target: Any, draft: Any, tokenizer: Any, data: Path, prompts: int
                 fallback="off",
                 seed=SEED,
             )
-            accepted, expected, rounds = 0, 0.0, 0
+            how = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+            each: list[tuple[int, int, float]] = []
             for text, chat in texts:
                 target.generate(
-                    **encode(tokenizer, text, chat), do_sample=True, temperature=temperature, top_k=0,
-                    max_new_tokens=NEW_TOKENS, assistant_model=draft, tree_config=config,
+                    **encode(tokenizer, text, chat), **how, max_new_tokens=NEW_TOKENS, assistant_model=draft,
+                    tree_config=config,
                 )  # fmt: skip
                 stats = target.treespec_stats
-                accepted, rounds = accepted + stats.accepted_tokens, rounds + stats.row_rounds
-                expected += stats.expected_accepted
-            out.append(
-                {
-                    "temperature": temperature,
-                    "rule": rule,
-                    "rounds": rounds,
-                    "accepted_a_round": round(accepted / rounds, 3),
-                    "expected_a_round": round(expected / rounds, 3) if rule != "coupled" else "",
-                }  # fmt: skip
-            )
+                each.append((stats.row_rounds, stats.accepted_tokens, stats.expected_accepted))
+            out.append(tree_row(temperature, rule, each))
             print(out[-1], file=sys.stderr)
-    return out
+            yield out
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
+def tree_row(temperature: float, rule: str, each: list[tuple[int, int, float]]) -> dict[str, Any]:
+    """What rounds of all texts accept; `each` has (rounds, accepted, expected over the coins) of a text.
+
+    The coupled rule throws no coins. Standard errors are those of a ratio of sums over texts.
+    """
+    rounds, accepted, expected = (sum(column) for column in zip(*each, strict=True))
+
+    def error(column: int) -> float:
+        ratio = sum(one[column] for one in each) / rounds
+        apart = [one[column] - ratio * one[0] for one in each]
+        return math.sqrt(math.fsum(x * x for x in apart) * len(each) / max(1, len(each) - 1)) / rounds
+
+    coins = rule != "coupled"
+    return {
+        "temperature": temperature,
+        "rule": rule,
+        "rounds": rounds,
+        "accepted_a_round": round(accepted / rounds, 3),
+        "standard_error": round(error(1), 3),
+        "expected_a_round": round(expected / rounds, 3) if coins else "",
+        "expected_error": round(error(2), 3) if coins else "",
+    }
+
+
+def plot_trees(rows: list[dict[str, Any]], path: Path) -> None:
+    """Accepted tokens of a round against temperature, from the rows of the CSV alone."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6.5, 4))
+    greedy = [row for row in rows if not row["temperature"]]
+    for rule in RULES:
+        # Greedily every rule is the coupled one.
+        mine = greedy + [row for row in rows if row["rule"] == rule and row["temperature"]]
+        values = [
+            row["expected_a_round"] if row["expected_a_round"] != "" else row["accepted_a_round"] for row in mine
+        ]
+        axes.plot([row["temperature"] for row in mine], values, marker="o", label=rule)
+    axes.set_xlabel("temperature")
+    axes.set_ylabel("tokens accepted in a round of 12 nodes")
+    axes.legend(fontsize=8, ncols=2)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def plot_nodes(rows: list[dict[str, Any]], path: Path) -> None:
     """Acceptance against temperature, for one and four children, from the rows of the CSV alone."""
     import matplotlib
 
@@ -222,15 +264,14 @@ def main() -> int:
         "hf_treespec": hf_treespec.__version__,
     }  # fmt: skip
     arguments.out.mkdir(parents=True, exist_ok=True)
-    tasks: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    tasks: dict[str, Callable[[], Iterator[list[dict[str, Any]]]]] = {
         "nodes": lambda: nodes_part(target, draft, tokenizer, arguments.data, arguments.prompts, arguments.positions),
         "trees": lambda: trees_part(target, draft, tokenizer, arguments.data, max(1, arguments.prompts // 6)),
     }
     for name in sorted(parts):
-        rows = tasks[name]()
-        write(arguments.out / f"acceptance-{name}.csv", rows, machine)
-        if name == "nodes":
-            plot(rows, arguments.out / "acceptance-nodes.png")
+        for rows in tasks[name]():
+            write(arguments.out / f"acceptance-{name}.csv", rows, machine)
+        (plot_nodes if name == "nodes" else plot_trees)(rows, arguments.out / f"acceptance-{name}.png")
     return 0
 
 

@@ -2,15 +2,17 @@
 
     python evals/distribution.py --config configs/evals/smollm2.yaml
     python evals/distribution.py --config configs/evals/smollm2.yaml --inject M07
+    python evals/distribution.py --config configs/evals/smollm2-bugs.yaml --inject all
     accelerate launch --num_processes 2 evals/distribution.py --config configs/evals/smollm2.yaml
     torchrun --nproc-per-node 2 evals/distribution.py --config configs/evals/smollm2.yaml
 
 Texts are generated under every rule, and the target reads each of them once more: its conditional laws are the null
 hypothesis, so no reference samples are needed. docs/lossless.md says what is tested and what the verdict means.
 
-Writes shards (a line for each finished unit), results.json, results.csv and results.png into --out. A killed run goes
-on where it was when it is started again, a finished one with a larger --limit goes on with more prompts; processes
-share the prompts among themselves.
+Writes shards (a line for each finished unit), results.json, results.csv and results.png into --out. --inject all, or
+several bugs with commas between, do so for each bug in a folder of its name, with more prompts until it is caught, and
+write injected.csv beside them. A killed run goes on where it was when it is started again, a finished one goes on with
+more prompts if --limit is larger; processes share the prompts among themselves.
 
 Exit codes: 0 everything as it should be: lossless rules pass, and what is known to be wrong (--inject, typical-lossy)
 is caught; 1 a rule that claims to be lossless fails; 2 bad settings; 3 something wrong was not caught.
@@ -36,11 +38,12 @@ import transformers
 import hf_treespec
 from drafts import load_target
 from expected import SettingsError
+from injection import as_table, bugs_named, inject_each, write_table
 from promptsource import Prompt, PromptSource
 from real_model import RealModelError, progress_bars_on_terminals_only
-from settings import Arm, Settings
+from settings import FREE, Arm, Settings
 from shards import BrokenRunError, OtherRunError, ShardWriter, claim, read_shards
-from units import Bench
+from units import Bench, flaw
 from verdict import Verdict, judge
 
 __all__ = ["main"]
@@ -59,7 +62,9 @@ def units(settings: Settings, prompts: Iterator[Prompt]) -> Iterator[tuple[str, 
 def work(settings: Settings, folder: Path, state: Any, *, quiet: bool) -> None:
     """Do this process's share of the units that are not done yet."""
     source = PromptSource.of(settings.prompts)
-    done = read_shards(folder)
+    done = read_shards(folder, flaw)
+    if state.is_main_process and (told := ready(settings, source.limit, done)):
+        print(f"{folder}: {told}", file=sys.stderr)
     target, tokenizer = load_target(settings.model, settings.dtype)
     bench = Bench(settings, target.to(state.device))
     checked: set[tuple[Any, ...]] = set()
@@ -81,6 +86,57 @@ def work(settings: Settings, folder: Path, state: Any, *, quiet: bool) -> None:
             out.write({**told, **found})
             if not quiet:
                 print(f"[{state.process_index}] {key}", file=sys.stderr, flush=True)
+
+
+def ready(settings: Settings, limit: int, done: Mapping[str, Mapping[str, Any]]) -> str:
+    """How much of a run an earlier one has left, in words; "" if nothing."""
+    found = sum(1 for record in done.values() if not limit or record["prompt"] < limit)
+    if not found:
+        return ""
+    arms, joints = len(settings.arms()), min(limit, settings.of_joint("prompts"))
+    units_of = limit * arms + joints * (arms + len(settings.stock_arms()))
+    return f"goes on with an earlier run: {found} units are done" + (f", of {units_of} at most" if limit else "")
+
+
+def run(settings: Settings, folder: Path, state: Any, *, fresh: bool, quiet: bool) -> Verdict:
+    """Run, or go on, judge all that the settings ask for, and write what was found."""
+    source = PromptSource.of(settings.prompts)
+    if state.is_main_process:
+        claim(folder, settings.fingerprint(source.digest()), asdict(settings), fresh=fresh, free=FREE)
+    state.wait_for_everyone()
+    with warnings.catch_warnings():
+        # That a lossy rule is lossy is what a run is about.
+        warnings.simplefilter("ignore", hf_treespec.TreeSpecWarning)
+        work(settings, folder, state, quiet=quiet)
+    state.wait_for_everyone()
+    # An earlier run of the folder may have gone further.
+    every = read_shards(folder, flaw).values()
+    verdict = judge(settings, [one for one in every if not source.limit or one["prompt"] < source.limit])
+    if verdict.rows and state.is_main_process:
+        write_results(folder, settings, verdict)
+    return verdict
+
+
+def run_bugs(
+    settings: Settings, bugs: Sequence[str], folder: Path, state: Any, *, fresh: bool, quiet: bool
+) -> tuple[str, int]:
+    """Bugs in turn, each in a folder of its name; what was found, and the exit code."""
+    begun: set[str] = set()
+
+    def one(told: Settings) -> Verdict:
+        first = told.inject not in begun
+        begun.add(told.inject)
+        verdict = run(told, folder / told.inject, state, fresh=fresh and first, quiet=quiet)
+        if state.is_main_process and not quiet:
+            print(verdict.line, file=sys.stderr, flush=True)
+        return verdict
+
+    rows = []
+    for row in inject_each(settings, bugs, one):
+        rows.append(row)
+        if state.is_main_process:
+            write_table(folder / "injected.csv", settings, rows)
+    return as_table(rows)
 
 
 def write_results(folder: Path, settings: Settings, verdict: Verdict) -> None:
@@ -139,7 +195,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, help="settings in YAML, see evals/settings.py")
     parser.add_argument("--out", type=Path, help="folder of the results; default evals/results/distribution")
-    parser.add_argument("--inject", help="run with a known bug: M01 to M25, see evals/mutants.py")
+    parser.add_argument(
+        "--inject", help="run with a known bug: M01 to M25, see evals/mutants.py; several with commas between, or all"
+    )
     parser.add_argument(
         "--rules", type=lambda text: [one.strip() for one in text.split(",")], help="rules, with commas between"
     )
@@ -168,31 +226,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     try:
         changes = {name: getattr(told, name) for name in ("inject", "rules", "new_tokens", "seed")}
-        settings = Settings.read(told.config, changes)
+        bugs = bugs_named(told.inject) if told.inject is not None else []
+        several = len(bugs) > 1
+        settings = Settings.read(told.config, {**changes, "inject": None} if several else changes)
         if told.limit is not None:
             settings = replace(settings, prompts={**settings.prompts, "limit": told.limit})
         folder = told.out or Path("evals/results/distribution", settings.inject)
-        source = PromptSource.of(settings.prompts)
-        if state.is_main_process:
-            claim(folder, settings.fingerprint(source.digest()), asdict(settings), fresh=told.fresh)
-        state.wait_for_everyone()
-        with warnings.catch_warnings():
-            # That a lossy rule is lossy is what a run is about.
-            warnings.simplefilter("ignore", hf_treespec.TreeSpecWarning)
-            work(settings, folder, state, quiet=told.quiet)
-        state.wait_for_everyone()
-        # An earlier run of the folder may have gone further.
-        found = [one for one in read_shards(folder).values() if not source.limit or one["prompt"] < source.limit]
+        how = {"fresh": told.fresh, "quiet": told.quiet}
+        if several:
+            line, code = run_bugs(settings, bugs, folder, state, **how)
+        else:
+            verdict = run(settings, folder, state, **how)
+            line, code = verdict.line, verdict.code
     except (SettingsError, OtherRunError, BrokenRunError, RealModelError, hf_treespec.TreeSpecError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if not state.is_main_process:
         return 0
-    verdict = judge(settings, found)
-    if verdict.rows:
-        write_results(folder, settings, verdict)
-    print(verdict.line)
-    return verdict.code
+    print(line)
+    return code
 
 
 if __name__ == "__main__":

@@ -277,16 +277,29 @@ def top_first() -> Sequence[Patch]:
 
 
 def order_by_subtree() -> Sequence[Patch]:
-    """A last child of the root is put in front if what lies below the first one looks poor."""
-    right = TokenTree.children
+    """The last child of the root is put in front if what was drawn below the first one is unlikelier than the draft's
+    mean."""
+    right, decide = TokenTree.children, independent.plan
+    poor: list[TokenTree] = []
+
+    def looks_poor(tree: TokenTree, row: int, laws: DraftLaws) -> bool:
+        first = next(iter(right(tree, 0)), None)
+        if first is None or not (below := right(tree, first)):
+            return False
+        law_V = laws.laws_RV[laws.rows[row][first]]
+        return float(law_V[[tree.tokens[node] for node in below]].log().mean()) < float(
+            torch.xlogy(law_V, law_V).sum()
+        )
+
+    def plan(rule: Any, trees: Sequence[TokenTree], target_BNV: Tensor, laws: DraftLaws | None = None) -> Plan:
+        poor[:] = [] if laws is None else [tree for row, tree in enumerate(trees) if looks_poor(tree, row, laws)]
+        return decide(rule, trees, target_BNV, laws)
 
     def children(self: TokenTree, node: int) -> tuple[int, ...]:
         found = right(self, node)
-        if node == 0 and len(found) > 1 and any(self.tokens[below] % 2 for below in right(self, found[0])):
-            return found[-1:] + found[:-1]
-        return found
+        return found[-1:] + found[:-1] if node == 0 and any(self is tree for tree in poor) else found
 
-    return [(TokenTree, "children", children)]
+    return [(independent, "plan", plan), (TokenTree, "children", children)]
 
 
 def committed_only() -> Sequence[Patch]:

@@ -18,10 +18,12 @@ from expected import SettingsError
 from hf_treespec import TreeConfig, TreeConfigError
 from mutants import COUPLED, MUTANTS, RULES
 
-__all__ = ["Arm", "Settings", "unit_seed"]
+__all__ = ["FREE", "Arm", "Settings", "unit_seed"]
 
 SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 _PENALTY = 1.3
+# What may differ between a run and the one that goes on with it.
+FREE = ("family", "prompts.limit")
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
 # Ends of what the warpers of transformers take.
 _RANGES = {

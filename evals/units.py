@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import time
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,9 +22,25 @@ from promptsource import Prompt
 from settings import Arm, Settings, unit_seed
 from textlaws import cell_of, cells, laws_of_text, together, witness
 
-__all__ = ["Bench"]
+__all__ = ["Bench", "flaw"]
 
 _NULL_TOLERANCE = 2e-3
+_TOLD: dict[str, type] = {"kind": str, "arm": str, "prompt": int, "digest": str}
+_FOUND: dict[str, dict[str, type]] = {
+    "text": {"n": int, "used": int, "impossible": int, "edge": int},
+    "joint": {"counts": dict, "law": dict},
+}
+
+
+def flaw(record: Mapping[str, Any]) -> str:
+    """What keeps a line of a shard from being a unit, in words; "" if nothing does."""
+    needed = {**_TOLD, **_FOUND.get(str(record.get("kind")), {})}
+    for name, kind in needed.items():
+        if type(record.get(name)) is not kind:
+            return f"unit {record.get('key')!r} has {name}={record.get(name)!r}, expected {kind.__name__}"
+    if record["kind"] not in _FOUND:
+        return f"unit {record.get('key')!r} has kind={record['kind']!r}, expected one of {', '.join(_FOUND)}"
+    return ""
 
 
 class Bench:

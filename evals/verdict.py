@@ -35,9 +35,10 @@ from measures import (
     uniform_bins,
     variation_bound,
 )
+from mutants import MUTANTS
 from settings import Arm, Settings
 
-__all__ = ["BINS", "Verdict", "judge"]
+__all__ = ["BINS", "CAUGHT", "FAILED", "MISSED", "Verdict", "judge"]
 
 BINS = 20
 CAUGHT, FAILED, MISSED = 0, 1, 3
@@ -187,6 +188,8 @@ def _line(settings: Settings, arms: Sequence[Mapping[str, Any]]) -> tuple[str, i
     claims = [arm for arm in judged if arm["lossless"] and arm["tokens"]]
     if not judged:
         return "FAIL: nothing was measured", FAILED
+    if settings.inject and not wrong:
+        return _line_of_bug(settings, caught, missed)
     parts = []
     if wrong:
         parts.append("not the target's law: " + "; ".join(f"{a['arm']} (p={a['least_p']:.1e})" for a in wrong))
@@ -205,3 +208,15 @@ def _line(settings: Settings, arms: Sequence[Mapping[str, Any]]) -> tuple[str, i
     code = FAILED if wrong else MISSED if missed else CAUGHT
     word = {FAILED: "FAIL", MISSED: "MISSED", CAUGHT: "PASS"}[code]
     return f"{word} (family {settings.family:g}): " + "; ".join(parts), code
+
+
+def _line_of_bug(
+    settings: Settings, caught: Sequence[Mapping[str, Any]], missed: Sequence[Mapping[str, Any]]
+) -> tuple[str, int]:
+    """The verdict on a run with a bug put in."""
+    word = "NOT CAUGHT" if missed else "CAUGHT"
+    told = f"{word} (family {settings.family:g}): injected bug {settings.inject}, {MUTANTS[settings.inject].wrong}"
+    for said, arms in (("told from the target's law", caught), ("not told from it", missed)):
+        if arms:
+            told += f"; {said}: " + "; ".join(f"{a['arm']} (p={a['least_p']:.1e}, {a['tokens']} tokens)" for a in arms)
+    return told, MISSED if missed else CAUGHT

@@ -19,6 +19,7 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import distribution
+import injection
 from mutants import MUTANTS, mutant
 from promptsource import Prompt
 from settings import Settings
@@ -102,9 +103,87 @@ def test_a_mutant_is_caught_and_too_few_texts_are_said_to_miss_it(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(model, tmp_path, "--inject", "M03", repeats=32) == 0
-    assert capsys.readouterr().out.startswith("PASS (family 0.001): caught: M03 rrsw noise:0.3 (p=")
+    assert capsys.readouterr().out.startswith(
+        "CAUGHT (family 0.001): injected bug M03, top-k children tested as if drawn; told from the target's law: "
+        "M03 rrsw noise:0.3 (p="
+    )
     assert run(model, tmp_path, "--inject", "M03", "--fresh", "--limit", "1", "--new-tokens", "2") == 3
-    assert capsys.readouterr().out.startswith("MISSED (family 0.001): not told from the target's law: M03 rrsw")
+    assert capsys.readouterr().out.startswith("NOT CAUGHT (family 0.001): injected bug M03, ")
+
+
+def test_bugs_run_in_turn_until_each_is_caught(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(injection, "MUTANTS", {name: MUTANTS[name] for name in ("M01", "M15")})
+    monkeypatch.setattr(distribution, "plot", lambda table, picture: None)
+    done: list[tuple[str, int]] = []
+    right = Bench.text
+
+    def counted(self: Bench, *arguments: Any) -> Any:
+        done.append((self.settings.inject, arguments[1].index))
+        return right(self, *arguments)
+
+    monkeypatch.setattr(Bench, "text", counted)
+    command = ["--inject", "all", "--limit", "2"]
+    assert run(model, tmp_path, *command, repeats=12) == 3
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[:2] == ["| bug | arm | tokens | least p | of | caught |", "|---|---|---|---|---|---|"]
+    assert printed[2].startswith("| M01 | rrsw noise:0.3 | ") and printed[2].endswith(" | no |")
+    assert printed[3].startswith("| M15 | naive noise:0.3 | ") and printed[3].endswith(" | yes |")
+    assert printed[4] == "1 of 2 injected bugs caught; not caught: M01"
+    with open(tmp_path / "out" / "injected.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["bug"], row["arm"], row["prompts"], row["caught"]) for row in rows] == [
+        ("M01", "rrsw noise:0.3", "2", "False"), ("M15", "naive noise:0.3", "1", "True"),
+    ]  # fmt: skip
+    assert rows[1]["wrong"] == "typical acceptance" and float(rows[1]["p"]) < 1e-4 < float(rows[0]["p"])
+    # Each prompt once, and no more of them than it took.
+    assert done == [("M01", 0), ("M01", 1), ("M15", 0)]
+    assert run(model, tmp_path, *command, repeats=12) == 3
+    assert capsys.readouterr().out.splitlines() == printed and len(done) == 3
+    # What one look has found the next one needs.
+    assert run(model, tmp_path, "--inject", "M15, M01", "--limit", "2", "--fresh", repeats=12) == 3
+    assert done[3:] == [("M15", 0), ("M01", 0), ("M01", 1)]
+    assert run(model, tmp_path, "--inject", "M01,M02") == 2
+    assert "inject: 'M02': expected one of M01, M15" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("limit", "found"), [(0, [0]), (1, [1]), (2, [1, 2]), (12, [1, 3, 6, 12])])
+def test_numbers_of_prompts_double(limit: int, found: list[int]) -> None:
+    assert injection.looks(limit) == found
+
+
+def test_a_run_that_goes_on_says_so(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distribution, "plot", lambda table, picture: None)
+    joint = {"prompts": 1, "samples": 20, "tokens": 2, "branches": 2, "rows": 20}
+    run(model, tmp_path, "--limit", "1", joint=joint)
+    assert "goes on" not in capsys.readouterr().err
+    run(model, tmp_path, joint=joint)
+    # Two arms and plain decoding, texts and first tokens.
+    assert "goes on with an earlier run: 5 units are done, of 11 at most" in capsys.readouterr().err
+    settings = Settings(rules=("coupled", "naive"))
+    assert distribution.ready(settings, 0, {str(n): {"prompt": n} for n in range(5)}).endswith(": 5 units are done")
+
+
+def test_a_folder_of_another_run_is_told_apart_by_name(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distribution, "plot", lambda table, picture: None)
+    run(model, tmp_path, "--limit", "1")
+    assert run(model, tmp_path, "--seed", "9") == 2
+    said = capsys.readouterr().err
+    assert "out holds a run with other settings: seed was 1 there and is 9 now; pass --fresh or another --out" in said
+    with open(model / "prompts.jsonl") as file:
+        (tmp_path / "mine.jsonl").write_text(file.read())
+    mine = {"path": str(tmp_path / "mine.jsonl"), "field": "ids"}
+    run(model, tmp_path, "--fresh", "--limit", "1", prompts=mine)
+    with open(tmp_path / "mine.jsonl", "a") as file:
+        file.write('{"ids": [5]}\n')
+    capsys.readouterr()
+    assert run(model, tmp_path, prompts=mine) == 2
+    assert "holds a run with other prompts: what their file holds has changed" in capsys.readouterr().err
 
 
 def test_a_rule_that_breaks_its_claim_fails_the_run(
@@ -168,13 +247,22 @@ def test_a_killed_process_goes_on(model: Path, tmp_path: Path) -> None:
         sys.executable, str(ROOT / "evals" / "distribution.py"), "--config", str(config(model, parts, repeats=8)),
         "--out", str(parts / "out"),
     ]  # fmt: skip
-    process = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL)
+    log = parts / "log"
+
+    def announced() -> set[str]:
+        lines = log.read_text().splitlines(keepends=True)
+        return {line[4:-1] for line in lines if line.startswith("[0] ") and line.endswith("\n")}
+
+    with open(log, "w") as file:
+        process = subprocess.Popen(command, env=environment(), stderr=file)
     deadline = time.monotonic() + 300
-    while len(read_shards(parts / "out")) < 3 and process.poll() is None and time.monotonic() < deadline:
+    while len(announced()) < 3 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, "it had ended before it could be killed"
-    assert 3 <= len(read_shards(parts / "out")) < 8
+    # What it said to be done is on the disk.
+    found = read_shards(parts / "out")
+    assert announced() <= set(found) and 3 <= len(found) < 8
     subprocess.run(command, env=environment(), check=True, capture_output=True)
     assert numbers(parts) == numbers(whole)
 
@@ -228,7 +316,8 @@ def test_every_bug_reaches_the_engine(model: Path, name: str) -> None:
 
 
 # By enumeration a total variation of 0.09 at least; the others take more tokens than a test has time for. What M24
-# costs goes by the parity of ids, and what M25 costs by repeats inside of one round: few of these tokens show it.
+# costs shows in the second token below a node with more than one child, and what M25 costs in repeats inside of one
+# round: few of these tokens show it.
 LARGE = [name for name in MUTANTS if name not in ("M01", "M04", "M05", "M14", "M20", "M23", "M24", "M25")]
 
 
@@ -304,6 +393,16 @@ def test_a_folder_that_no_run_has_left_is_named(
         shard.write_bytes(broken + whole)
         assert run(model, tmp_path) == 2
         assert "shard-0000.jsonl: line 1 is broken" in capsys.readouterr().err
+    first = json.loads(whole.splitlines()[0])
+    for name in ("prompt", "arm", "kind", "digest", "n", "used"):
+        lacking = json.dumps({key: value for key, value in first.items() if key != name}).encode() + b"\n"
+        shard.write_bytes(lacking + whole)
+        assert run(model, tmp_path) == 2
+        said = f"line 1 is broken: unit {first['key']!r} has {name}=None, expected "
+        assert said in capsys.readouterr().err
+    shard.write_bytes(json.dumps({**first, "kind": "tune"}).encode() + b"\n")
+    assert run(model, tmp_path) == 2
+    assert "has kind='tune', expected one of text, joint" in capsys.readouterr().err
     shard.write_bytes(whole)
     for broken_text in ("", "{", "[]", "{}"):
         told.write_text(broken_text)
@@ -321,6 +420,14 @@ def test_one_value_counts_as_a_list_and_an_empty_one_as_none(model: Path, tmp_pa
     tree = {"max_nodes": 6, "fallback": False}
     assert run(model, tmp_path, rules="coupled", drafts="noise:0.3", sampling={"top_k": 5}, joint=None, tree=tree) == 0
     assert [arm["arm"] for arm in numbers(tmp_path)["arms"]] == ["coupled noise:0.3 top_k=5"]
+
+
+def test_the_config_in_the_docs_can_be_read(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "lossless.md").read_text()
+    path = tmp_path / "settings.yaml"
+    path.write_text(page.partition("```yaml\n")[2].partition("```")[0])
+    settings = Settings.read(path, {})
+    assert len(settings.arms()) == 6 and settings.repeats * settings.prompts["limit"] == 400
 
 
 def test_no_arm_counts_twice() -> None:

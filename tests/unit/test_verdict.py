@@ -63,6 +63,32 @@ def test_what_is_wrong_and_not_caught_is_said() -> None:
     assert found.code == 3 and found.line.startswith("MISSED (family 0.001): not told from")
 
 
+@pytest.mark.parametrize(
+    ("power", "samplings", "code", "said"),
+    [(1.4, 1, 0, "CAUGHT (family 0.001): injected bug M03, top-k children tested as if drawn; told from the target's "
+      "law: M03 rrsw ngram (p="),
+     (1.0, 1, 3, "NOT CAUGHT (family 0.001): injected bug M03, top-k children tested as if drawn; not told from it: "
+      "M03 rrsw ngram (p="),
+     (1.4, 2, 3, "NOT CAUGHT (family 0.001): injected bug M03, top-k children tested as if drawn; told from the "
+      "target's law: M03 rrsw ngram (p=")],
+)  # fmt: skip
+def test_a_bug_is_said_to_be_caught_or_not(power: float, samplings: int, code: int, said: str) -> None:
+    told = settings(inject="M03", rules=("all",), sampling=({}, {"top_k": 5})[:samplings])
+    found = judge(told, [
+        {**one, "key": f"{one['key']} {arm.name}", "arm": arm.name}
+        for arm, bent in zip(told.arms(), (power, 1.0), strict=False)
+        for one in records({"traversal": bent})[:3]
+    ])  # fmt: skip
+    assert found.code == code and found.line.startswith(said) and ", 3000 tokens)" in found.line
+    assert found.line.count("not told from it: M03 rrsw ngram top_k=5 (p=") == samplings - 1
+
+
+def test_plain_decoding_that_fails_outweighs_a_bug() -> None:
+    told = settings(inject="M03")
+    found = judge(told, [{**joint("stock", {"1": 800, "2": 100, "*": 100}), "key": "0"}])
+    assert found.code == 1 and found.line.startswith("FAIL (family 0.001): not the target's law: stock none (p=")
+
+
 def test_an_impossible_token_fails_by_itself() -> None:
     found = judge(settings(rules=("traversal",)), records(impossible=1)[:3])
     assert found.code == 1 and found.arms[0]["failed_tests"] == ["possible"]

@@ -1,0 +1,114 @@
+"""Known bugs in turn: how many tokens it takes until the eval tells each from the target's law.
+
+A bug runs with more and more prompts until it is caught or the prompts of the config are used up. To look several
+times makes a chance catch likelier than one look does, by their number at most; what a bug that is missed at the end
+says is that of the last look alone.
+"""
+
+from __future__ import annotations
+
+import csv
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import expected
+import hf_treespec
+from mutants import MUTANTS
+from settings import Settings
+from verdict import CAUGHT, MISSED, Verdict
+
+__all__ = ["as_table", "bugs_named", "inject_each", "looks", "write_table"]
+
+
+def looks(limit: int) -> list[int]:
+    """Numbers of prompts, each about twice the one before; 0, all prompts, is looked at once."""
+    found = [limit]
+    while found[0] > 1:
+        found.insert(0, found[0] // 2)
+    return found
+
+
+def bugs_named(told: str) -> list[str]:
+    """The bugs of "all" or of names with commas between.
+
+    Raises:
+        SettingsError: for an unknown name.
+    """
+    names = list(MUTANTS) if told == "all" else [name.strip() for name in told.split(",")]
+    for name in names:
+        expected.text("inject", name, among=MUTANTS)
+    return list(dict.fromkeys(names))
+
+
+def inject_each(
+    settings: Settings, bugs: Sequence[str], run: Callable[[Settings], Verdict]
+) -> Iterator[dict[str, Any]]:
+    """A row for each bug and arm, as soon as it is known.
+
+    Args:
+        settings: of a run; which bug it has is filled in.
+        bugs: by name.
+        run: goes on with a run as far as its settings say, and judges it.
+    """
+    for name in bugs:
+        bug = MUTANTS[name]
+        for limit in looks(int(settings.prompts.get("limit", 0))):
+            prompts = {**settings.prompts, "limit": limit}
+            verdict = run(replace(settings, inject=name, prompts=prompts))
+            if verdict.code == CAUGHT:
+                break
+        for arm in verdict.arms:
+            if arm["lossless"] or arm["least_p"] is None:
+                continue
+            best = min((row for row in verdict.rows if row["arm"] == arm["arm"]), key=lambda row: float(row["p"]))
+            yield {
+                "bug": name,
+                "wrong": bug.wrong,
+                "arm": arm["arm"].removeprefix(f"{name} "),
+                "prompts": limit or "all",
+                "tokens": arm["tokens"],
+                "test": best["test"],
+                "p": best["p"],
+                "caught": not arm["passes"],
+                "seconds": arm["seconds"],
+            }
+
+
+def write_table(path: Path, settings: Settings, rows: Sequence[dict[str, Any]]) -> None:
+    """The rows as CSV, with what they were measured with."""
+    machine = {
+        "model": settings.model,
+        "dtype": settings.dtype,
+        "seed": settings.seed,
+        "family": settings.family,
+        "processor": platform.machine(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "hf_treespec": hf_treespec.__version__,
+    }
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, [*rows[0], *machine])
+        writer.writeheader()
+        writer.writerows({**row, **machine} for row in rows)
+
+
+def as_table(rows: Sequence[dict[str, Any]]) -> tuple[str, int]:
+    """For people, in Markdown, and the exit code."""
+    lines = ["| bug | arm | tokens | least p | of | caught |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        said = "yes" if row["caught"] else "no"
+        lines.append(
+            f"| {row['bug']} | {row['arm']} | {row['tokens']} | {row['p']:.1e} | {row['test']} | {said} |"
+        )  # fmt: skip
+    missed = list(dict.fromkeys(row["bug"] for row in rows if not row["caught"]))
+    bugs = len({row["bug"] for row in rows})
+    line = f"{bugs - len(missed)} of {bugs} injected bugs caught"
+    return "\n".join([*lines, line + (f"; not caught: {', '.join(missed)}" if missed else "")]), (
+        MISSED if missed or not rows else CAUGHT
+    )
