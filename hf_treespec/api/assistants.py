@@ -90,7 +90,7 @@ def check_sources(
             f"TreeConfig(draft={config.draft!r}) without assistant_model: pass a loaded draft model (on the command "
             "line: --draft-model), or use draft='ngram'"
         )
-    if config.sources and assistant and not config.with_model:
+    if config.sources and assistant and not (config.with_model or config.with_mtp):
         raise UnsupportedCallError(
             f"TreeConfig(draft={config.draft!r}) with an assistant_model: leave one out, or use draft='auto' or "
             f"'model', or {('model', *config.sources)!r} for one tree of all"
