@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
@@ -68,6 +69,10 @@ def read_shared(
     Returns:
         `[B, Q, H]`, what takes the place of the target's hidden states; and logits `[B, Q, V]`.
     """
+    extra: dict[str, Any] = {}
+    if "logits_to_keep" in inspect.signature(assistant.model.forward).parameters:
+        # An int lets its decoder look for inputs by layer, which it has none of, as soon as there are several queries.
+        extra["logits_to_keep"] = torch.arange(inputs.shape[1], device=inputs.device)
     outputs = assistant(
         inputs_embeds=inputs,
         position_ids=positions,
@@ -75,5 +80,6 @@ def read_shared(
         shared_kv_states=dict(states),
         use_cache=False,
         return_dict=True,
+        **extra,
     )
     return outputs.last_hidden_state, outputs.logits

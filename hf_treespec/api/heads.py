@@ -57,7 +57,10 @@ def find_head(model: PreTrainedModel, config: TreeConfig, assistant: Any) -> Dra
         return MtpHead(mtp_modules(model), depth)
     if isinstance(inner, DraftHead):
         return inner
-    return AssistantHead(inner, lent_layers(model, inner)) if _compat.reads_shared_states(inner) else None
+    if not _compat.reads_shared_states(inner):
+        return None
+    check_attention(inner, config.attention)
+    return AssistantHead(inner, lent_layers(model, inner))
 
 
 def check_head(model: PreTrainedModel, config: TreeConfig, head: DraftHead, mode_kwargs: Mapping[str, Any]) -> None:

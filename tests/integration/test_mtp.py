@@ -22,7 +22,7 @@ import tiny
 from calls import BUSHES, GREEDY, SAMPLED
 from hf_treespec import TreeConfig, UnsupportedCallError, disable, enable
 from hf_treespec.api import mtp as api_mtp
-from hf_treespec.draft.heads import mtp_draft
+from hf_treespec.draft.heads import mtp_levels
 from hf_treespec.tree import TreeBuilder
 from tiny import WIDTH, assert_same_text, cache_argument, new_cache
 
@@ -182,10 +182,10 @@ class Said:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.nodes: list[tuple[list[int], list[int], Tensor]] = []
-        plain = mtp_draft._Pass.candidates
+        plain = mtp_levels.ModulePass.candidates
 
         def spy(
-            one: mtp_draft._Pass, row: int, builder: TreeBuilder, nodes: Sequence[int], logits_RV: Tensor
+            one: mtp_levels.ModulePass, row: int, builder: TreeBuilder, nodes: Sequence[int], logits_RV: Tensor
         ) -> list[Any]:
             for node, logits in zip(nodes, logits_RV, strict=True):
                 path = []
@@ -195,7 +195,7 @@ class Said:
                 self.nodes.append((list(one._rows[row].tokens), path, logits.clone()))
             return plain(one, row, builder, nodes, logits_RV)
 
-        monkeypatch.setattr(mtp_draft._Pass, "candidates", spy)
+        monkeypatch.setattr(mtp_levels.ModulePass, "candidates", spy)
 
 
 @kinds
