@@ -23,7 +23,9 @@ SCHEMA_VERSION = 1
 
 # Sources that need no second model; several may draft together.
 SOURCES = ("ngram", "suffix", "recycle", "lookahead")
-_JOINABLE = ("model", *SOURCES)
+# Those that cost forwards, of which a joint tree has one: the assistant, or the modules that came with the target.
+_COSTLY = ("model", "mtp")
+_JOINABLE = (*_COSTLY, *SOURCES)
 # The target itself without some of its layers.
 LAYER_DRAFTS = ("early_exit", "layer_skip")
 _DRAFTS = ("auto", *_JOINABLE, *LAYER_DRAFTS)
@@ -51,6 +53,7 @@ _OPTIONS: dict[str, dict[str, Option]] = {
     "lookahead": {"window": (3, (1, 64)), "ngram": (3, (2, 16)), "candidates": (8, (1, 256))},
     "early_exit": {"layer": (None, (1, 4096))},
     "layer_skip": {"skip": (None, list)},
+    "mtp": {"depth": (None, (1, 512))},
 }
 
 
@@ -81,15 +84,16 @@ class TreeConfig:
     That is so for the default `verification`; other rules say of themselves what they keep.
 
     Args:
-        draft: where trees come from: ``"model"`` (the `assistant_model` of the call); ``"early_exit"`` (the target's
+        draft: where trees come from: ``"model"`` (the `assistant_model` of the call); ``"mtp"`` (the multi-token
+            prediction modules of the target's checkpoint, as `use_mtp` of the call); ``"early_exit"`` (the target's
             own first layers under its norm and head); ``"layer_skip"`` (the target without a set of its layers; see
             `hf_treespec.find_layer_skip`); ``"ngram"`` (what followed the same few tokens in the prompt and the text
             so far); ``"suffix"`` (the same with contexts of any length, and a corpus on disk if one is named);
             ``"recycle"`` (the target's own top candidates at earlier nodes); ``"lookahead"`` (n-grams that the target
             makes up in a Jacobi window, which takes part of the nodes); or ``"auto"``: the assistant if one is given,
-            n-grams otherwise. Several of the assistant and the last four, such as ``("ngram", "recycle")`` or
-            ``("model", "ngram")``, grow one tree together; the model then drafts in the rounds in which that is worth
-            its time (with ``fallback="off"`` in all).
+            n-grams otherwise. Several of the last four and one of the first two, such as ``("ngram", "recycle")`` or
+            ``("model", "ngram")``, grow one tree together; the first two then draft in the rounds in which that is
+            worth their time (with ``fallback="off"`` in all).
         max_nodes: drafted nodes of a tree, the root not counted. 0 is plain decoding on the same noise: the reference
             that every tree must equal.
         max_depth: edges from the root to the deepest leaf. A round emits at most `max_depth + 1` tokens.
@@ -118,13 +122,15 @@ class TreeConfig:
             then on. Those of sources that do not draft in a call have no effect, and a warning says so. ``model``:
             `vocabulary`, the only token ids that the draft's LM head is evaluated for, the most frequent first: a
             sequence, a mapping of ids to counts, or the path of a .json file of either (None: all), and
-            `vocabulary_size`, at most so many of them (None: all). ``early_exit``: `layer`, how many of the first
-            layers draft (as the call's `assistant_early_exit`). ``layer_skip``: `skip`, the numbers of the layers left
-            out. ``ngram``: `max_match`, longest context in tokens (8). ``suffix``: `index`, path of a corpus index
-            that `treespec index` made (None). ``recycle``: `candidates`, kept of each token (8), and `keep`, whether
-            what is learnt in a call serves the next calls of the model too (True). ``lookahead``: `window`, columns
-            guessed ahead (3), `ngram`, tokens of an n-gram (3), and `candidates`, n-grams kept of each first token
-            (8); the window takes `window * (ngram - 1)` nodes, at most half of `max_nodes`.
+            `vocabulary_size`, at most so many of them (None: all). ``mtp``: `depth`, how far ahead to draft (None: one
+            level a module); behind the last module that is run again on what it made itself. ``early_exit``: `layer`,
+            how many of the first layers draft (as the call's `assistant_early_exit`). ``layer_skip``: `skip`, the
+            numbers of the layers left out. ``ngram``: `max_match`, longest context in tokens (8). ``suffix``: `index`,
+            path of a corpus index that `treespec index` made (None). ``recycle``: `candidates`, kept of each token
+            (8), and `keep`, whether what is learnt in a call serves the next calls of the model too (True).
+            ``lookahead``: `window`, columns guessed ahead (3), `ngram`, tokens of an n-gram (3), and `candidates`,
+            n-grams kept of each first token (8); the window takes `window * (ngram - 1)` nodes, at most half of
+            `max_nodes`.
 
     Raises:
         TreeConfigError: if a field has a value that cannot work.
@@ -171,13 +177,23 @@ class TreeConfig:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Names of the sources that draft without a second model; empty for ``"auto"`` and ``"model"``."""
+        """Names of the sources that draft from the text or what the target said; empty for ``"auto"``, ``"model"``."""
         return tuple(name for name in self._drafts if name in SOURCES)
 
     @property
     def with_model(self) -> bool:
         """Whether an assistant is asked for by name."""
         return "model" in self._drafts
+
+    @property
+    def with_mtp(self) -> bool:
+        """Whether the target's multi-token prediction modules are asked for."""
+        return "mtp" in self._drafts
+
+    @property
+    def joins(self) -> bool:
+        """Whether a costly draft and sources of the text grow one tree together."""
+        return bool(self.sources) and (self.with_model or self.with_mtp)
 
     @property
     def _drafts(self) -> tuple[str, ...]:
@@ -286,12 +302,13 @@ def _checked_draft(value: Any) -> str | tuple[str, ...]:
         return value
     if isinstance(value, (tuple, list)):
         names = tuple(value)
-        if names and all(name in _JOINABLE for name in names) and len(set(names)) == len(names):
+        several = sum(name in _COSTLY for name in names) > 1
+        if names and all(name in _JOINABLE for name in names) and len(set(names)) == len(names) and not several:
             return str(names[0]) if len(names) == 1 else names
-    several = ", ".join(map(repr, _JOINABLE))
+    joinable = ", ".join(map(repr, _JOINABLE))
     raise TreeConfigError(
         f"TreeConfig(draft={value!r}): expected one of {', '.join(map(repr, _DRAFTS))}, or a tuple of different "
-        f"ones of {several}"
+        f"ones of {joinable}, one of the first two at most"
     )
 
 

@@ -101,7 +101,7 @@ def check_sources(
             f"TreeConfig(draft={config.draft!r}) without assistant_model: pass a loaded draft model (on the command "
             "line: --draft-model), or use draft='ngram'"
         )
-    if config.sources and assistant and not config.with_model:
+    if config.sources and assistant and not (config.with_model or config.with_mtp):
         raise UnsupportedCallError(
             f"TreeConfig(draft={config.draft!r}) with an assistant_model: leave one out, or use draft='auto' or "
             f"'model', or {('model', *config.sources)!r} for one tree of all"
@@ -119,16 +119,16 @@ def check_sources(
             raise UnsupportedCallError(f"TreeConfig(draft_options=...): suffix['index']={index!r}: {error}") from error
 
 
-def warn_of_unused_options(config: TreeConfig, *, assistant: bool, head: bool) -> None:
+def warn_of_unused_options(config: TreeConfig, *, assistant: bool, head: str | None) -> None:
     """Say which options are of sources that do not draft in a call.
 
     Args:
         config: of the call.
         assistant: whether there is a draft model.
-        head: whether there is a draft head.
+        head: kind of the draft head, if there is one.
     """
     used = {str(config.draft)} if config.draft in LAYER_DRAFTS else {*config.sources}
-    used |= {"model"} if assistant else {"a head"} if head else set()
+    used |= {"model"} if assistant else {head} if head else set()
     used = used or {"ngram"}
     unused = [source for source, options in config.draft_options.items() if options and source not in used]
     if unused:

@@ -12,27 +12,55 @@ from torch import Tensor
 
 from hf_treespec import _compat
 from hf_treespec.api.assistants import check_sources, differing_tokenizers
+from hf_treespec.api.mtp import mtp_modules
 from hf_treespec.api.probe import FAILURES, evaluation
+from hf_treespec.api.shared_states import lent_layers
 from hf_treespec.api.support import is_supported
-from hf_treespec.attention import attention_for_probes
+from hf_treespec.attention import attention_for_probes, check_attention
 from hf_treespec.config import TreeConfig
-from hf_treespec.draft import DraftHead, Features
+from hf_treespec.draft import AssistantHead, DraftHead, Features, MtpHead
 from hf_treespec.engine import Places, tapped
 from hf_treespec.errors import TreeSpecError, UnsupportedCallError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["as_head", "check_head"]
+__all__ = ["check_head", "find_head", "is_head"]
 
 # Per model the features whose hooks were compared with `output_hidden_states`: their width, or why they are not shown.
 _TRIED: WeakKeyDictionary[PreTrainedModel, dict[Features, int | str]] = WeakKeyDictionary()
 
 
-def as_head(assistant: Any) -> DraftHead | None:
-    """The assistant of a call if it is a draft head, else None."""
+def is_head(assistant: Any) -> bool:
+    """Whether the assistant of a call reads hidden states of the target: it is a draft head, or serves as one."""
     inner = getattr(assistant, "_orig_mod", assistant)
-    return inner if isinstance(inner, DraftHead) else None
+    return isinstance(inner, DraftHead) or _compat.is_mtp(inner) or _compat.reads_shared_states(inner)
+
+
+def find_head(model: PreTrainedModel, config: TreeConfig, assistant: Any) -> DraftHead | None:
+    """The draft head of a call, or None if it has none.
+
+    Raises:
+        UnsupportedCallError: if the config contradicts the assistant, or asks for modules that cannot be had.
+        UnsupportedModelError: if the target does not show what the assistant reads.
+    """
+    inner = getattr(assistant, "_orig_mod", assistant)
+    depth = config.options_of("mtp")["depth"]
+    if _compat.is_mtp(inner):
+        return MtpHead(inner, depth)
+    if config.with_mtp:
+        if inner is not None:
+            raise UnsupportedCallError(
+                f"TreeConfig(draft={config.draft!r}), or use_mtp=True, with a {type(inner).__name__} as "
+                "assistant_model: both say what drafts; leave one of the two out"
+            )
+        return MtpHead(mtp_modules(model), depth)
+    if isinstance(inner, DraftHead):
+        return inner
+    if not _compat.reads_shared_states(inner):
+        return None
+    check_attention(inner, config.attention)
+    return AssistantHead(inner, lent_layers(model, inner))
 
 
 def check_head(model: PreTrainedModel, config: TreeConfig, head: DraftHead, mode_kwargs: Mapping[str, Any]) -> None:
@@ -43,6 +71,8 @@ def check_head(model: PreTrainedModel, config: TreeConfig, head: DraftHead, mode
         UnsupportedModelError: if the hidden states of the target cannot be found.
     """
     check_sources(model, config, mode_kwargs, assistant=True)
+    if head.drafter is not None:
+        check_attention(head.drafter, config.attention)
     if mode_kwargs.get("synced_gpus"):
         raise UnsupportedCallError(
             f"synced_gpus=True with a {head.kind} head as assistant_model: ranks that wait for others run forwards of "

@@ -18,9 +18,10 @@ from hf_treespec.api.assistants import (
     with_assistant_settings,
 )
 from hf_treespec.api.draft_support import draft_support
-from hf_treespec.api.heads import as_head, check_head
+from hf_treespec.api.heads import check_head, find_head, is_head
 from hf_treespec.api.layer_drafts import check_layer_draft, draft_layers, with_early_exit
 from hf_treespec.api.modes import refuse_modes, refuse_paged
+from hf_treespec.api.mtp import with_mtp
 from hf_treespec.api.outliers import has_shared_outliers
 from hf_treespec.api.support import is_supported, path_traits, require_support, routed, unwrap
 from hf_treespec.attention import check_attention
@@ -44,7 +45,6 @@ _CUSTOM = "custom_generate with tree_config: both are a way to decode; pass one 
 # Other speculation of transformers that the call cannot mean at the same time.
 _RIVALS = (
     "prompt_lookup_num_tokens",
-    "use_mtp",
     "speculation_type",
     "assistant_ensemble_weight",
 )
@@ -115,12 +115,12 @@ def _validate_mode(
         attention=config.attention,
         own_attention=_compat.attention_implementation(model),
     )
-    head = as_head(mode_kwargs.get("assistant_model"))
-    assistant = None if head is not None else unwrap(mode_kwargs.get("assistant_model"))
+    passed = mode_kwargs.get("assistant_model")
+    assistant = None if is_head(passed) else unwrap(passed)
     if assistant is not None and not isinstance(assistant, _compat.PreTrainedModel):
         require_support(assistant, "assistant_model")
-    config = with_early_exit(config, generation_config)
-    mode_kwargs["tree_config"] = with_assistant_settings(config, generation_config, assistant)
+    config = with_mtp(with_early_exit(config, generation_config), generation_config)
+    mode_kwargs["tree_config"] = with_assistant_settings(config, generation_config, unwrap(passed))
     check_prompt_learning(model)
     if require_support(model, "the model").route.by_paths:
         check_path_settings(generation_config)
@@ -128,19 +128,20 @@ def _validate_mode(
         check_attention(model, config.attention)
     if assistant is not None and not draft_support(assistant).route.by_paths:
         check_attention(assistant, config.attention)
-    check_layer_draft(model, config, assistant if head is None else head, mode_kwargs)
+    check_layer_draft(model, config, passed, mode_kwargs)
+    head = find_head(model, config, passed)
     if head is not None:
         check_head(model, config, head, mode_kwargs)
     else:
         check_draft(model, config, assistant, mode_kwargs)
-    warn_of_unused_options(config, assistant=assistant is not None, head=head is not None)
+    warn_of_unused_options(config, assistant=assistant is not None, head=None if head is None else head.kind)
     if generation_config.do_sample and config.verification != COUPLED and "recycle" in config.sources:
         raise UnsupportedCallError(
             f"TreeConfig(draft={config.draft!r}, verification={config.verification!r}): the table of 'recycle' is "
             "learnt from texts that may have been drawn with the coins of this call, and is shared by the rows; an "
             "independent rule would not keep the target's law. Leave 'recycle' out, or use verification='coupled'"
         )
-    if generation_config.do_sample and config.verification != COUPLED and config.with_model and config.sources:
+    if generation_config.do_sample and config.verification != COUPLED and config.joins:
         raise UnsupportedCallError(
             f"TreeConfig(draft={config.draft!r}, verification={config.verification!r}): nodes of a joint tree are not "
             "drawn from one law, which an independent rule asks for. Use one source, or verification='coupled'"
@@ -174,7 +175,7 @@ def _decode(
     tokenizers = differing_tokenizers(kwargs.pop("tokenizer", None), kwargs.pop("assistant_tokenizer", None))
     kwargs.pop("inputs_tensor", None)
     passed = kwargs.pop("assistant_model", None)
-    head = as_head(passed)
+    head = find_head(model, tree_config, passed)
     assistant = unwrap(passed) if head is None else None
     route, names = routed(model, is_supported(model))
     layers, skipped = draft_layers(model, tree_config)

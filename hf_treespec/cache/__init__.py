@@ -2,6 +2,7 @@
 
 from hf_treespec.cache.calls import CallTrial, forget
 from hf_treespec.cache.layers import (
+    DENSE,
     EMPTY,
     REPLAYED,
     SLIDING,
@@ -13,7 +14,7 @@ from hf_treespec.cache.layers import (
     layer_kind,
     needs_equal_rows,
 )
-from hf_treespec.cache.lent import lent
+from hf_treespec.cache.lent import check_readable, committed_states, lent
 from hf_treespec.cache.order_bound import OrderBoundRows, OrderBoundTransaction, Read
 from hf_treespec.cache.paths import PathCache, PathTransaction
 from hf_treespec.cache.replay import ReplayRecorder
@@ -22,6 +23,7 @@ from hf_treespec.cache.state import restored_state_on_error, tensor_places
 from hf_treespec.cache.static import check_windows
 
 __all__ = [
+    "DENSE",
     "EMPTY",
     "REPLAYED",
     "SLIDING",
@@ -37,7 +39,9 @@ __all__ = [
     "RowCache",
     "cache_parts",
     "check_cache",
+    "check_readable",
     "check_windows",
+    "committed_states",
     "forget",
     "is_named",
     "is_order_bound",

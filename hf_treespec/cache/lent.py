@@ -10,9 +10,14 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hf_treespec.cache.rows import CacheTransaction, RowCache
+from torch import Tensor
 
-__all__ = ["lent"]
+from hf_treespec import _compat
+from hf_treespec.cache.layers import DENSE, QUANTIZED, SLIDING, STATIC, layer_kind
+from hf_treespec.cache.rows import CacheTransaction, RowCache
+from hf_treespec.errors import UnsupportedCallError
+
+__all__ = ["check_readable", "committed_states", "lent"]
 
 
 @contextmanager
@@ -44,3 +49,47 @@ def lent(rows: RowCache, read: Collection[int]) -> Iterator[CacheTransaction]:
 
 def _kind(layer: Any) -> tuple[Any, ...]:
     return type(layer), getattr(layer, "sliding_window", None), getattr(layer, "max_cache_len", None)
+
+
+def check_readable(cache: Any, layers: Collection[int], reader: str) -> None:
+    """Refuse a cache whose keys and values cannot be read between two forwards.
+
+    Args:
+        cache: of the call, or None.
+        layers: numbers of the layers that are read.
+        reader: what reads them.
+
+    Raises:
+        UnsupportedCallError: naming the class of a layer.
+    """
+    own = getattr(cache, "layers", [])
+    odd = {type(own[number]).__name__ for number in layers if number < len(own) and not _is_readable(own[number])}
+    if odd:
+        raise UnsupportedCallError(
+            f"a {reader} reads keys and values of its target, and those of cache layers of class "
+            f"{', '.join(sorted(odd))} cannot be told; pass a DynamicCache, or leave assistant_model out to draft by "
+            "n-grams"
+        )
+
+
+def _is_readable(layer: Any) -> bool:
+    return layer_kind(layer) in (DENSE, SLIDING, STATIC, QUANTIZED)
+
+
+def committed_states(rows: RowCache, number: int) -> tuple[Tensor, Tensor]:
+    """Keys and values `[B, H, L, D]` of the committed tokens in one layer, or the last of them that it holds.
+
+    They are not copied and must not be written to.
+
+    Args:
+        rows: the cache, outside of any transaction.
+        number: of the layer.
+    """
+    layer = rows.layers[number]
+    kind = layer_kind(layer)
+    if kind == QUANTIZED:
+        return _compat.dequantized(layer)
+    keys, values = layer.keys, layer.values
+    if kind == STATIC:
+        keys, values = (states.narrow(-2, 0, rows.physical) for states in (keys, values))
+    return keys, values

@@ -10,9 +10,18 @@ from hf_treespec.draft.base import (
     WeighingDraft,
 )
 from hf_treespec.draft.corpus import CorpusIndex, build_corpus_index, open_corpus_index, tokenizer_fingerprint
-from hf_treespec.draft.heads import DraftHead, EagleHead, MedusaHead, MLPHead, head_draft
+from hf_treespec.draft.heads import (
+    AssistantHead,
+    DraftHead,
+    EagleHead,
+    MedusaHead,
+    MLPHead,
+    MtpHead,
+    check_states,
+    head_draft,
+)
 from hf_treespec.draft.joined import JoinedDraft
-from hf_treespec.draft.layers import LayerDraft
+from hf_treespec.draft.layers import BorrowingDraft, LayerDraft
 from hf_treespec.draft.levels import LevelReader
 from hf_treespec.draft.lookahead import LookaheadPredictor
 from hf_treespec.draft.model import ModelDraft
@@ -26,6 +35,8 @@ from hf_treespec.draft.text import Predictor, TextDraft
 from hf_treespec.draft.vocabulary import Rows, asked_vocabulary, reduced_rows, with_rows
 
 __all__ = [
+    "AssistantHead",
+    "BorrowingDraft",
     "ChildSampler",
     "ContextPredictor",
     "CorpusIndex",
@@ -45,6 +56,7 @@ __all__ = [
     "MLPHead",
     "MedusaHead",
     "ModelDraft",
+    "MtpHead",
     "NgramDraft",
     "Predictor",
     "Ranker",
@@ -57,6 +69,7 @@ __all__ = [
     "WeighingDraft",
     "asked_vocabulary",
     "build_corpus_index",
+    "check_states",
     "forget_tables",
     "head_draft",
     "ngram_predictor",

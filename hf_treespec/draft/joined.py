@@ -22,6 +22,7 @@ from statistics import median_low
 from torch import Tensor
 
 from hf_treespec.draft.base import Draft, DraftRow, FeatureDraft, Features
+from hf_treespec.draft.layers import BorrowingDraft, Lender
 from hf_treespec.draft.text import Predictor, TextDraft
 from hf_treespec.tree import TokenTree, TreeLimits
 from hf_treespec.verify import DraftLaws
@@ -75,6 +76,11 @@ class JoinedDraft:
         """See `FeatureDraft.read`; the costly draft is told in every round, asked or not."""
         if isinstance(self._costly, FeatureDraft):
             self._costly.read(states)
+
+    def borrow(self, lender: Lender, rows: Sequence[DraftRow]) -> None:
+        """See `BorrowingDraft.borrow`."""
+        if isinstance(self._costly, BorrowingDraft):
+            self._costly.borrow(lender, rows)
 
     @property
     def forward_seconds(self) -> float:

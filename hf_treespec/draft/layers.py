@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -30,7 +30,7 @@ from hf_treespec.tree import TokenTree, TreeLimits
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["LayerDraft", "Lender"]
+__all__ = ["BorrowingDraft", "LayerDraft", "Lender"]
 
 
 class Lender(Protocol):
@@ -51,6 +51,20 @@ class Lender(Protocol):
 
     def read(self, tokens_BQ: Tensor, positions: Tensor, mask: Tensor | None, *, keep: int, bare: bool) -> Any:
         """Outputs of a forward under the active tree; `bare` leaves out whatever the call wants besides logits."""
+        ...
+
+
+@runtime_checkable
+class BorrowingDraft(Protocol):
+    """What a source has besides that reads the target's cache."""
+
+    def borrow(self, lender: Lender, rows: Sequence[DraftRow]) -> None:
+        """Read behind the target's text from now on.
+
+        Args:
+            lender: the target side.
+            rows: as they are now, with one token behind the prompt.
+        """
         ...
 
 

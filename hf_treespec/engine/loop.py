@@ -12,6 +12,7 @@ from torch import Tensor
 from hf_treespec import _compat
 from hf_treespec.attention import attention_for_trees, counted_by_depth, tree_masks, within_reach
 from hf_treespec.cache import (
+    check_readable,
     check_windows,
     is_order_bound,
     needs_equal_rows,
@@ -19,7 +20,7 @@ from hf_treespec.cache import (
     restored_state_on_error,
 )
 from hf_treespec.control import SizePolicy
-from hf_treespec.draft import FeatureDraft, LayerDraft, LearningDraft, WeighingDraft, skippable
+from hf_treespec.draft import AssistantHead, BorrowingDraft, FeatureDraft, LearningDraft, WeighingDraft, skippable
 from hf_treespec.engine.checks import (
     check_cache_of,
     check_independent,
@@ -98,6 +99,8 @@ def _checked(model: PreTrainedModel, request: Request) -> Prompt:
     # The caller's, which was checked before, or the one that `generate` has made.
     passed = _compat.passed_cache(request.model_kwargs)
     check_cache_of(model, passed, request.route)
+    if isinstance(request.head, AssistantHead):
+        check_readable(passed, request.head.layers.values(), request.head.kind)
     limit = StopRules.of(request.stopping_criteria).max_length
     prompt = Prompt.of(
         request.input_ids,
@@ -131,6 +134,8 @@ def _prepared(model: PreTrainedModel, request: Request) -> Iterator[None]:
             stack.enter_context(attention_for_trees(model, request.tree_config.attention))
         if request.assistant_model is not None and request.assistant_model is not model:
             stack.enter_context(attention_for_trees(request.assistant_model, request.tree_config.attention))
+        if request.head is not None and request.head.drafter is not None:
+            stack.enter_context(attention_for_trees(request.head.drafter, request.tree_config.attention))
         stack.enter_context(tree_masks())
         if request.layers is not None:
             stack.enter_context(skippable(model, request.layers, request.skipped))
@@ -225,7 +230,7 @@ def _decode(
     stats.prefill_seconds = time.perf_counter() - start
 
     rows, forward = make_target(model, request.route, request.traits, model_kwargs, cache, carried, prompt, states)
-    if isinstance(draft, LayerDraft) and isinstance(forward, TargetForward):
+    if isinstance(draft, BorrowingDraft) and isinstance(forward, TargetForward):
         draft.borrow(forward, text.draft_rows)
     longest = None if rules.max_length is None else prompt.slots(rules.max_length)
     rows.roots_only = request.route.masked and not within_reach(model.config, longest, alone=guidance is None)

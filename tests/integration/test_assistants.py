@@ -422,7 +422,6 @@ def test_no_config_is_changed(sampling: dict[str, Any]) -> None:
 
 RIVALS: dict[str, Any] = {
     "prompt_lookup_num_tokens": 3,
-    "use_mtp": True,
     "assistant_ensemble_weight": 0.5,
 }
 

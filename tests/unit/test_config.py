@@ -23,7 +23,7 @@ from hf_treespec import TreeConfig, TreeConfigError, TreeSpecError, TreeSpecWarn
 from hf_treespec.tree import TreeLimits
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "draft": ("auto", "model", "ngram", "suffix", "recycle", "lookahead", "early_exit", "layer_skip"),
+    "draft": ("auto", "model", "mtp", "ngram", "suffix", "recycle", "lookahead", "early_exit", "layer_skip"),
     "growth": ("static", "best_first", "dynamic"),
     "verification": (
         "coupled",
@@ -128,13 +128,15 @@ def test_several_sources_are_a_tuple(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [("ngram", "ngram"), (), [], ("auto",), ("ngram", 3), ("ngram", ["x"]), {"ngram"}, 3]
+    "value", [("ngram", "ngram"), ("model", "mtp"), (), [], ("auto",), ("ngram", 3), ("ngram", ["x"]), {"ngram"}, 3]
 )
 def test_sources_that_cannot_draft_together_are_named(value: Any) -> None:
     with pytest.raises(TreeConfigError) as caught:
         TreeConfig(draft=value)
     assert f"TreeConfig(draft={value!r}): expected one of 'auto'" in str(caught.value)
-    assert "or a tuple of different ones of 'model', 'ngram', 'suffix', 'recycle', 'lookahead'" in str(caught.value)
+    assert "or a tuple of different ones of 'model', 'mtp', 'ngram', 'suffix', 'recycle', 'lookahead'" in str(
+        caught.value
+    )
 
 
 def test_options_do_not_change() -> None:
@@ -268,7 +270,7 @@ def test_replace_makes_a_validated_copy() -> None:
 CONFIGS = st.builds(
     TreeConfig,
     **{name: st.sampled_from(values) for name, values in CHOICES.items() if name != "draft"},
-    draft=st.sampled_from([*CHOICES["draft"], ("ngram", "recycle"), ("recycle", "suffix", "ngram")]),
+    draft=st.sampled_from([*CHOICES["draft"], ("ngram", "recycle"), ("recycle", "suffix", "ngram"), ("mtp", "ngram")]),
     **{name: st.integers(*ends) for name, ends in RANGES.items() if name != "seed"},
     seed=st.none() | st.integers(*RANGES["seed"]),
     draft_options=st.fixed_dictionaries(
@@ -276,6 +278,7 @@ CONFIGS = st.builds(
         optional={
             "model": st.fixed_dictionaries({}, optional={"vocabulary": st.just("ids.json") | st.just([5, 3])}),
             "layer_skip": st.fixed_dictionaries({}, optional={"skip": st.just([3, 5])}),
+            "mtp": st.fixed_dictionaries({}, optional={"depth": st.integers(1, 512)}),
             "ngram": st.fixed_dictionaries({}, optional={"max_match": st.integers(1, 64)}),
             "suffix": st.fixed_dictionaries({}, optional={"index": st.none() | st.just("corpus.tsx")}),
             "recycle": st.fixed_dictionaries({}, optional={"candidates": st.integers(1, 64), "keep": st.booleans()}),

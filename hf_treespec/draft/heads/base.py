@@ -93,6 +93,11 @@ class DraftHead(nn.Module):
         self.register_buffer("draft_ids", ids_V, persistent=False)
 
     @property
+    def drafter(self) -> PreTrainedModel | None:
+        """A model of transformers inside, whose attention must take the masks of trees."""
+        return None
+
+    @property
     def ids(self) -> Tensor | None:
         """int64 `[V]`, the target's id of each id that the head knows; None if they are the same."""
         ids = self.draft_ids

@@ -18,7 +18,10 @@ from hf_treespec.draft.heads.eagle import EagleHead
 from hf_treespec.draft.heads.eagle_draft import EagleDraft
 from hf_treespec.draft.heads.medusa import MedusaHead
 from hf_treespec.draft.heads.mlp import MLPHead
+from hf_treespec.draft.heads.mtp import MtpHead
+from hf_treespec.draft.heads.mtp_draft import MtpDraft
 from hf_treespec.draft.heads.rows import HeadDraft, LastStateDraft
+from hf_treespec.draft.heads.shared_states import AssistantHead, SharedStatesDraft
 from hf_treespec.draft.ranking import Ranker
 from hf_treespec.errors import UnsupportedCallError
 from hf_treespec.tree import Candidate, TokenTree, TreeBuilder, TreeLimits
@@ -109,6 +112,11 @@ def head_draft(head: DraftHead, target: PreTrainedModel, ranker: Ranker, *, grow
         return MedusaDraft(head, ranker, growth=growth, features=features)
     if isinstance(head, MLPHead):
         return MLPDraft(head, ranker, growth=growth, features=features)
+    if isinstance(head, MtpHead):
+        return MtpDraft(head, ranker, growth=growth, features=features, readable=_compat.embedding_rows(target))
+    if isinstance(head, AssistantHead):
+        lent, readable = Borrowed.of(target), _compat.embedding_rows(target)
+        return SharedStatesDraft(head, ranker, growth=growth, features=features, lent=lent, readable=readable)
     raise UnsupportedCallError(
         f"assistant_model is a {type(head).__name__}: expected a MedusaHead, MLPHead or EagleHead"
     )
