@@ -160,6 +160,7 @@ def perfect_head(kind: str, target: PreTrainedModel) -> DraftHead:
         return head.eval()
 
 
+@torch.no_grad()
 def perfect_block_model(table_VE: Tensor) -> PreTrainedModel:
     """A block draft that is never wrong about `periodic`: one head for each place behind the anchor.
 
