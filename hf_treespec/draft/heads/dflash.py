@@ -238,7 +238,8 @@ class DFlashHead(DraftHead):
             positions=keys_K.expand(batch, -1).to(device),
             cache=None,
         )
-        return self.logits(states.unflatten(1, (-1, size))[:, :, size - self.max_depth :], lent)
+        states = states.view(batch, len(anchors), size, -1)
+        return self.logits(states[:, :, size - self.max_depth :], lent)
 
     @property
     def _kinds(self) -> set[str]:
