@@ -290,6 +290,7 @@ def test_what_it_cannot_serve_is_refused() -> None:
     refused(heads.block_model(32, mask_token_id=97), "mask_token_id=97, and the embeddings have 97 rows")
     refused(heads.dflash(16, 97, hidden_size=32), "of width 16 without embeddings of its own")
     refused(heads.dflash(16, 97, hidden_size=32, embeddings=True), "of width 16 without an LM head of its own")
+    refused(block_model(model).to("meta"), "whose weights are offloaded, or nowhere")
     flex = block_model(model)
     flex.set_attn_implementation("flex_attention")
     refused(flex, "attn_implementation='flex_attention'")

@@ -129,6 +129,10 @@ class DFlashHead(DraftHead):
     def check(self, target: PreTrainedModel) -> None:
         """See `DraftHead.check`; the target must be able to lend what the head has not."""
         super().check(target)
+        if _compat.weights_place(self.decoder) != "here":
+            raise UnsupportedCallError(
+                "assistant_model is a dflash draft whose weights are offloaded, or nowhere: load it whole on a device"
+            )
         lent = Borrowed.of(target)
         for what, own, part in (
             ("embeddings", self.embed_tokens, "embed_tokens.weight"),
