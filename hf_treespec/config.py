@@ -23,12 +23,13 @@ SCHEMA_VERSION = 1
 
 # Sources that need no second model; several may draft together.
 SOURCES = ("ngram", "suffix", "recycle", "lookahead")
-# Those that cost forwards, of which a joint tree has one: the assistant, or the modules that came with the target.
-_COSTLY = ("model", "mtp")
-_JOINABLE = (*_COSTLY, *SOURCES)
 # The target itself without some of its layers.
 LAYER_DRAFTS = ("early_exit", "layer_skip")
-_DRAFTS = ("auto", *_JOINABLE, *LAYER_DRAFTS)
+# Those that cost forwards, of which a joint tree has one: the assistant, the modules that came with the target, or
+# the target itself.
+_COSTLY = ("model", "mtp", *LAYER_DRAFTS)
+_JOINABLE = (*_COSTLY, *SOURCES)
+_DRAFTS = ("auto", *_JOINABLE)
 _CHOICES: dict[str, tuple[str, ...]] = {
     "growth": GROWTH_POLICIES,
     "verification": (COUPLED, *RULES),
@@ -91,8 +92,8 @@ class TreeConfig:
             so far); ``"suffix"`` (the same with contexts of any length, and a corpus on disk if one is named);
             ``"recycle"`` (the target's own top candidates at earlier nodes); ``"lookahead"`` (n-grams that the target
             makes up in a Jacobi window, which takes part of the nodes); or ``"auto"``: the assistant if one is given,
-            n-grams otherwise. Several of the last four and one of the first two, such as ``("ngram", "recycle")`` or
-            ``("model", "ngram")``, grow one tree together; the first two then draft in the rounds in which that is
+            n-grams otherwise. Several of the last four and one of the first four, such as ``("ngram", "recycle")`` or
+            ``("model", "ngram")``, grow one tree together; the first four then draft in the rounds in which that is
             worth their time (with ``fallback="off"`` in all).
         max_nodes: drafted nodes of a tree, the root not counted. 0 is plain decoding on the same noise: the reference
             that every tree must equal.
@@ -193,7 +194,12 @@ class TreeConfig:
     @property
     def joins(self) -> bool:
         """Whether a costly draft and sources of the text grow one tree together."""
-        return bool(self.sources) and (self.with_model or self.with_mtp)
+        return bool(self.sources) and any(name in _COSTLY for name in self._drafts)
+
+    @property
+    def layer_draft(self) -> str | None:
+        """Which of `LAYER_DRAFTS` is asked for, if one is."""
+        return next((name for name in self._drafts if name in LAYER_DRAFTS), None)
 
     @property
     def _drafts(self) -> tuple[str, ...]:
@@ -308,7 +314,7 @@ def _checked_draft(value: Any) -> str | tuple[str, ...]:
     joinable = ", ".join(map(repr, _JOINABLE))
     raise TreeConfigError(
         f"TreeConfig(draft={value!r}): expected one of {', '.join(map(repr, _DRAFTS))}, or a tuple of different "
-        f"ones of {joinable}, one of the first two at most"
+        f"ones of {joinable}, one of the first four at most"
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_treespec import _compat
-from hf_treespec.draft import DraftHead, EagleHead, Features, MedusaHead, MLPHead
+from hf_treespec.draft import DFlashHead, DraftHead, EagleHead, Features, MedusaHead, MLPHead
 
 # The walk of `periodic`, for ever.
 CYCLE = (3, 9, 4, 17, 11, 8, 20)
@@ -57,7 +57,22 @@ def eagle3(size: int, vocab: int, **changes: Any) -> EagleHead:
     return EagleHead(layer_config(own.pop("width", 16)), hidden_size=size, vocab_size=vocab, **own)
 
 
-MAKERS: dict[str, Callable[..., DraftHead]] = {maker.__name__: maker for maker in (medusa, mlp, eagle, eagle3)}
+def block_model(size: int, **changes: Any) -> PreTrainedModel:
+    """A random block draft of transformers, with a layer of each kind."""
+    settings = {
+        "hidden_size": size, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6, "block_size": 4, "mask_token_id": 2,
+        "target_layer_ids": [0], "layer_types": ["full_attention", "sliding_attention"], **changes,
+    }  # fmt: skip
+    return _compat.new_block_model(settings)
+
+
+def dflash(size: int, vocab: int, **changes: Any) -> DFlashHead:
+    """Without changes what is made of a model that is passed as it is."""
+    return DFlashHead(block_model(size, **changes.pop("model", {})), vocab_size=vocab, **changes)
+
+
+MAKERS: dict[str, Callable[..., DraftHead]] = {maker.__name__: maker for maker in (medusa, mlp, eagle, eagle3, dflash)}
 
 
 def random_head(kind: str, target: PreTrainedModel, **changes: Any) -> DraftHead:
@@ -108,6 +123,8 @@ def perfect_head(kind: str, target: PreTrainedModel) -> DraftHead:
     table = target.get_input_embeddings().weight.detach()
     one_hot = torch.eye(VOCAB, dtype=torch.float64)
     with torch.no_grad():
+        if kind == "dflash":
+            return DFlashHead.around(perfect_block_model(table))
         if kind == "medusa":
             head = medusa(SIZE, VOCAB, heads=6).double()
             for parameter in head.parameters():
@@ -141,3 +158,48 @@ def perfect_head(kind: str, target: PreTrainedModel) -> DraftHead:
         layer.mlp.down_proj.weight.copy_(moved / (torch.nn.functional.silu(gain) * gain))
         head.lm_head.weight.copy_(walk(one_hot)[known])
         return head.eval()
+
+
+@torch.no_grad()
+def perfect_block_model(table_VE: Tensor) -> PreTrainedModel:
+    """A block draft that is never wrong about `periodic`: one head for each place behind the anchor.
+
+    All keys point one way, so that only distance tells them apart: head j + 1 sees what stands j + 1 places before. At
+    mask j + 1 that is the anchor, and its token comes out j steps along the walk; other heads find masks or context
+    there, which have no value.
+    """
+    ahead, size = 6, 8
+    rope = {"rope_type": "default", "rope_theta": 16.0}
+    model = block_model(
+        SIZE, num_hidden_layers=1, num_attention_heads=ahead, num_key_value_heads=1, head_dim=size,
+        block_size=ahead + 1, mask_token_id=0, layer_types=["full_attention"], rope_parameters=rope,
+    ).double()  # fmt: skip
+    reads = torch.linalg.pinv(table_VE).T  # row of a token: 1 on its own embedding, 0 on the others
+    # A direction that no embedding has, in which the context lies.
+    beside = torch.linalg.svd(table_VE).Vh[-1]
+    turns = 16.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+    layer = model.layers[0]
+    attention = layer.self_attn
+    for parameter in model.parameters():
+        parameter.zero_()
+    for norm in (layer.input_layernorm, model.norm, attention.q_norm, attention.k_norm, model.encoder.output_norm_enc):
+        norm.weight.fill_(1.0)
+    attention.q_norm.weight.fill_(3000.0)
+    # Whatever the state of a token or of the context, this is positive.
+    there = reads.sum(0) + beside
+    model.encoder.fc.weight.copy_(torch.outer(beside, reads.sum(0)))
+    half = torch.zeros(size, dtype=torch.float64)
+    half[: size // 2] = 1.0
+    attention.k_proj.weight.copy_(torch.outer(half, there))
+    for head in range(ahead):
+        back = (head + 1) * turns
+        query = torch.cat([torch.cos(-back), torch.sin(-back)])
+        attention.q_proj.weight[head * size : (head + 1) * size] = torch.outer(query, there)
+        for place, token in enumerate(CYCLE):
+            out = token
+            for _ in range(head):
+                out = FOLLOWS[out]
+            attention.o_proj.weight[:, head * size + place] = 100.0 * table_VE[out]
+    for place, token in enumerate(CYCLE):
+        attention.v_proj.weight[place] = reads[token]
+    return model

@@ -32,6 +32,15 @@ from hf_treespec._compat.attention import (
     register_mask_function,
     switch_attention,
 )
+from hf_treespec._compat.blocks import (
+    BLOCK_MODEL_TYPE,
+    block_forward,
+    block_settings,
+    is_block_draft,
+    lm_scaling,
+    new_block_model,
+    raw_embeddings,
+)
 from hf_treespec._compat.caches import (
     EMPTY_LAYERS,
     FP8_LAYERS,
@@ -141,6 +150,7 @@ from hf_treespec._compat.taps import (
 from hf_treespec._compat.warning import quiet_transformers, warn_once
 
 __all__ = [
+    "BLOCK_MODEL_TYPE",
     "EMPTY_LAYERS",
     "FP8_LAYERS",
     "GROUPED_LAYERS",
@@ -167,6 +177,8 @@ __all__ = [
     "assistant_sizes",
     "attention_implementation",
     "attention_implementations",
+    "block_forward",
+    "block_settings",
     "cache_fault",
     "cache_from_outputs",
     "cache_kwarg",
@@ -202,6 +214,7 @@ __all__ = [
     "has_process_group",
     "hidden_size",
     "input_device",
+    "is_block_draft",
     "is_config",
     "is_encoder_decoder",
     "is_foreign",
@@ -215,6 +228,7 @@ __all__ = [
     "lm_head_fault",
     "lm_head_size",
     "lm_head_tensors",
+    "lm_scaling",
     "load_mtp",
     "make_cache",
     "make_config",
@@ -231,6 +245,7 @@ __all__ = [
     "mtp_logits",
     "mtp_place",
     "new_base_model",
+    "new_block_model",
     "overrides_generate",
     "overrides_sampling",
     "pad_token_id",
@@ -242,6 +257,7 @@ __all__ = [
     "pure_processors",
     "quantizes_in_groups",
     "quiet_transformers",
+    "raw_embeddings",
     "read_json",
     "read_mtp",
     "read_shared",

@@ -9,7 +9,7 @@ from hf_treespec import _compat
 from hf_treespec.api.draft_support import require_draft_support
 from hf_treespec.api.vocabulary import check_vocabulary
 from hf_treespec.cache import REPLAYED, layer_kind
-from hf_treespec.config import LAYER_DRAFTS, TreeConfig
+from hf_treespec.config import TreeConfig
 from hf_treespec.draft import open_corpus_index, tokenizer_fingerprint
 from hf_treespec.errors import TreeConfigError, UnsupportedCallError
 
@@ -127,7 +127,7 @@ def warn_of_unused_options(config: TreeConfig, *, assistant: bool, head: str | N
         assistant: whether there is a draft model.
         head: kind of the draft head, if there is one.
     """
-    used = {str(config.draft)} if config.draft in LAYER_DRAFTS else {*config.sources}
+    used = {*config.sources, *([config.layer_draft] if config.layer_draft else [])}
     used |= {"model"} if assistant else {head} if head else set()
     used = used or {"ngram"}
     unused = [source for source, options in config.draft_options.items() if options and source not in used]

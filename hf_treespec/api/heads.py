@@ -18,14 +18,14 @@ from hf_treespec.api.shared_states import lent_layers
 from hf_treespec.api.support import is_supported
 from hf_treespec.attention import attention_for_probes, check_attention
 from hf_treespec.config import TreeConfig
-from hf_treespec.draft import AssistantHead, DraftHead, Features, MtpHead
+from hf_treespec.draft import AssistantHead, DFlashHead, DraftHead, Features, MtpHead
 from hf_treespec.engine import Places, tapped
 from hf_treespec.errors import TreeSpecError, UnsupportedCallError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["check_head", "find_head", "is_head"]
+__all__ = ["check_head", "drafts_blocks", "find_head", "is_head"]
 
 # Per model the features whose hooks were compared with `output_hidden_states`: their width, or why they are not shown.
 _TRIED: WeakKeyDictionary[PreTrainedModel, dict[Features, int | str]] = WeakKeyDictionary()
@@ -34,7 +34,14 @@ _TRIED: WeakKeyDictionary[PreTrainedModel, dict[Features, int | str]] = WeakKeyD
 def is_head(assistant: Any) -> bool:
     """Whether the assistant of a call reads hidden states of the target: it is a draft head, or serves as one."""
     inner = getattr(assistant, "_orig_mod", assistant)
-    return isinstance(inner, DraftHead) or _compat.is_mtp(inner) or _compat.reads_shared_states(inner)
+    serves = _compat.is_mtp(inner) or _compat.reads_shared_states(inner) or _compat.is_block_draft(inner)
+    return isinstance(inner, DraftHead) or serves
+
+
+def drafts_blocks(assistant: Any) -> bool:
+    """Whether the assistant of a call is what `speculation_type="dflash"` says of it."""
+    inner = getattr(assistant, "_orig_mod", assistant)
+    return isinstance(inner, DFlashHead) or _compat.is_block_draft(inner)
 
 
 def find_head(model: PreTrainedModel, config: TreeConfig, assistant: Any) -> DraftHead | None:
@@ -57,6 +64,8 @@ def find_head(model: PreTrainedModel, config: TreeConfig, assistant: Any) -> Dra
         return MtpHead(mtp_modules(model), depth)
     if isinstance(inner, DraftHead):
         return inner
+    if _compat.is_block_draft(inner):
+        return DFlashHead.around(inner)
     if not _compat.reads_shared_states(inner):
         return None
     check_attention(inner, config.attention)

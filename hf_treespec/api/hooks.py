@@ -18,7 +18,7 @@ from hf_treespec.api.assistants import (
     with_assistant_settings,
 )
 from hf_treespec.api.draft_support import draft_support
-from hf_treespec.api.heads import check_head, find_head, is_head
+from hf_treespec.api.heads import check_head, drafts_blocks, find_head, is_head
 from hf_treespec.api.layer_drafts import check_layer_draft, draft_layers, with_early_exit
 from hf_treespec.api.modes import refuse_modes, refuse_paged
 from hf_treespec.api.mtp import with_mtp
@@ -101,9 +101,11 @@ def _validate_mode(
         lambda name: getattr(generation_config, name, None),
         None if generation_mode in _MODES else str(generation_mode.value),
     )
+    passed = mode_kwargs.get("assistant_model")
     for name in _RIVALS:
         value = getattr(generation_config, name, None)
-        if value:
+        # That names the kind of the assistant, which says so itself.
+        if value and not (name == "speculation_type" and value == "dflash" and drafts_blocks(passed)):
             raise UnsupportedCallError(
                 f"{name}={value!r} with tree_config: both say how to speculate; leave {name} out (trees from an "
                 "assistant_model or n-grams of the text take its place), or leave tree_config out"
@@ -115,7 +117,6 @@ def _validate_mode(
         attention=config.attention,
         own_attention=_compat.attention_implementation(model),
     )
-    passed = mode_kwargs.get("assistant_model")
     assistant = None if is_head(passed) else unwrap(passed)
     if assistant is not None and not isinstance(assistant, _compat.PreTrainedModel):
         require_support(assistant, "assistant_model")

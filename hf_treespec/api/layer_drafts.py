@@ -17,7 +17,7 @@ from hf_treespec.api.probe import Sample, compare
 from hf_treespec.api.support import require_support, routed
 from hf_treespec.attention import attention_for_trees, counted_by_depth, tree_masks
 from hf_treespec.cache import RowCache
-from hf_treespec.config import LAYER_DRAFTS, TreeConfig
+from hf_treespec.config import TreeConfig
 from hf_treespec.draft import DraftRow, LayerDraft, LayerPlan, LevelReader, skippable
 from hf_treespec.engine import TargetForward
 from hf_treespec.errors import UnsupportedCallError, UnsupportedModelError
@@ -47,10 +47,10 @@ def with_early_exit(config: TreeConfig, generation_config: GenerationConfig) -> 
         raise UnsupportedCallError(
             f"assistant_early_exit={layer!r}: expected how many of the first layers draft, an integer of at least 1"
         )
-    if config.draft not in ("auto", "early_exit"):
+    if config.draft != "auto" and config.layer_draft != "early_exit":
         raise UnsupportedCallError(
             f"assistant_early_exit={layer} with TreeConfig(draft={config.draft!r}): both say what drafts; leave "
-            "assistant_early_exit out, or use draft='auto' or 'early_exit'"
+            "assistant_early_exit out, or use draft='auto', 'early_exit', or a tuple such as ('early_exit', 'ngram')"
         )
     own = config.options_of("early_exit")["layer"]
     if own not in (None, layer):
@@ -59,7 +59,8 @@ def with_early_exit(config: TreeConfig, generation_config: GenerationConfig) -> 
             "expected one layer; leave one of the two out"
         )
     options = {**config.draft_options, "early_exit": {"layer": layer}}
-    return config.replace(draft="early_exit", draft_options=options)
+    draft = "early_exit" if config.draft == "auto" else config.draft
+    return config.replace(draft=draft, draft_options=options)
 
 
 def check_layer_draft(
@@ -71,7 +72,7 @@ def check_layer_draft(
         UnsupportedCallError: naming the argument and what to do.
         UnsupportedModelError: if the model cannot be read without those layers, with the reason.
     """
-    if config.draft not in LAYER_DRAFTS:
+    if config.layer_draft is None:
         return
     asked = f"TreeConfig(draft={config.draft!r})"
     if assistant is not None:
@@ -103,7 +104,7 @@ def draft_layers(model: PreTrainedModel, config: TreeConfig) -> tuple[LayerPlan 
         UnsupportedCallError: if the config names no layers of this model.
         UnsupportedModelError: if it cannot be read without them.
     """
-    if config.draft not in LAYER_DRAFTS:
+    if config.layer_draft is None:
         return None, ()
     plan = layers_of(model)
     skipped = _skipped(config, type(model).__name__, len(plan.names))
@@ -128,15 +129,16 @@ def _right(model: PreTrainedModel, plan: LayerPlan | str) -> LayerPlan:
 
 
 def _skipped(config: TreeConfig, model: str, count: int) -> tuple[int, ...]:
-    option = "layer" if config.draft == "early_exit" else "skip"
-    value = config.options_of(str(config.draft))[option]
+    name = str(config.layer_draft)
+    option = "layer" if name == "early_exit" else "skip"
+    value = config.options_of(name)[option]
     shown = list(value) if isinstance(value, tuple) else value
-    where = f"TreeConfig(draft_options={{{config.draft!r}: {{{option!r}: {shown}}}}})"
+    where = f"TreeConfig(draft_options={{{name!r}: {{{option!r}: {shown}}}}})"
     if value is None:
         also = ", or assistant_early_exit of the call" if option == "layer" else "; treespec skips finds some"
         example = "8" if option == "layer" else "[10, 11, 14]"
         raise UnsupportedCallError(
-            f"TreeConfig(draft={config.draft!r}) names no layers: set draft_options={{{config.draft!r}: "
+            f"TreeConfig(draft={config.draft!r}) names no layers: set draft_options={{{name!r}: "
             f"{{{option!r}: {example}}}}}{also}"
         )
     if option == "layer":

@@ -51,7 +51,7 @@ def generate(
         typer.Option(
             "--draft",
             help="auto, model, early_exit or layer_skip (name layers in --config), ngram, suffix, recycle or "
-            "lookahead; or some of model and the last four: model,ngram.",
+            "lookahead; or one of the others with some of the last four: model,ngram.",
         ),
     ] = None,
     corpus: Annotated[

@@ -12,6 +12,7 @@ from hf_treespec.draft.base import (
 from hf_treespec.draft.corpus import CorpusIndex, build_corpus_index, open_corpus_index, tokenizer_fingerprint
 from hf_treespec.draft.heads import (
     AssistantHead,
+    DFlashHead,
     DraftHead,
     EagleHead,
     MedusaHead,
@@ -41,6 +42,7 @@ __all__ = [
     "ContextPredictor",
     "CorpusIndex",
     "CreditedDraft",
+    "DFlashHead",
     "Draft",
     "DraftHead",
     "DraftRow",

@@ -132,12 +132,18 @@ def make_draft(request: Request, vocab: int, sampler: ChildSampler | None) -> Dr
         sampler: draws children of a draft model at random; None ranks them.
     """
     config, assistant, head = request.tree_config, request.assistant_model, request.head
-    if request.layers is not None:
-        return LayerDraft(
+    alone = assistant is None and head is None and request.layers is None
+    names = config.sources or ("ngram",) if alone else config.sources
+    predictors = [_predictor(name, request, vocab) for name in names]
+    own: Draft
+    if head is not None:
+        own = _of_head(head, request, vocab, sampler)
+    elif request.layers is not None:
+        own = LayerDraft(
             request.target,
             request.layers,
             request.skipped,
-            name=str(config.draft),
+            name=str(config.layer_draft),
             growth=config.growth,
             vocab_size=vocab,
             processors=_shaping(request),
@@ -145,12 +151,6 @@ def make_draft(request: Request, vocab: int, sampler: ChildSampler | None) -> Dr
             route=request.route,
             sampler=sampler,
         )
-    alone = assistant is None and head is None
-    names = config.sources or ("ngram",) if alone else config.sources
-    predictors = [_predictor(name, request, vocab) for name in names]
-    own: Draft
-    if head is not None:
-        own = _of_head(head, request, vocab, sampler)
     elif assistant is not None:
         own = _of_assistant(assistant, request, vocab, sampler)
     else:

@@ -260,7 +260,13 @@ def test_any_head_equals_no_tree(kind: str, route: str, batch: int, sampling: di
 
 @pytest.mark.parametrize(
     ("kind", "growth", "batch"),
-    [("medusa", "dynamic", 1), ("mlp", "best_first", 3), ("eagle", "best_first", 1), ("eagle3", "dynamic", 3)],
+    [
+        ("medusa", "dynamic", 1),
+        ("mlp", "best_first", 3),
+        ("eagle", "best_first", 1),
+        ("eagle3", "dynamic", 3),
+        ("dflash", "best_first", 3),
+    ],
 )
 def test_ends_caches_and_the_fallback(kind: str, growth: str, batch: int) -> None:
     """Rows that end early, a cache that goes on, and rounds without trees in between."""
@@ -295,7 +301,8 @@ def test_prompts_that_nobody_has_ids_of(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "rule"), [("medusa", "hybrid"), ("mlp", "rrs"), ("eagle", "block"), ("eagle3", "traversal")]
+    ("kind", "rule"),
+    [("medusa", "hybrid"), ("mlp", "rrs"), ("eagle", "block"), ("eagle3", "traversal"), ("dflash", "rrsw")],
 )
 def test_independent_rules(kind: str, rule: str) -> None:
     model = tiny.treed("llama")
@@ -308,7 +315,8 @@ def test_independent_rules(kind: str, rule: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "fallback"), [("medusa", "auto"), ("mlp", "off"), ("eagle", "off"), ("eagle3", "auto")]
+    ("kind", "fallback"),
+    [("medusa", "auto"), ("mlp", "off"), ("eagle", "off"), ("eagle3", "auto"), ("dflash", "auto")],
 )
 def test_beside_sources_of_the_text(kind: str, fallback: str) -> None:
     """One tree of a head and n-grams; the head is told of the rounds in which it is not asked."""

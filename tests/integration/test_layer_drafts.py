@@ -136,6 +136,34 @@ def test_all_layers_are_always_right(family: str, batch: int, sampling: dict[str
     assert stats.rounds == -(-(NEW - 1) // 5)
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@batches
+@samplings
+def test_one_tree_with_sources_of_the_text(family: str, batch: int, sampling: dict[str, Any]) -> None:
+    ids, mask = inputs(family, batch)
+    expected = plain(family, batch, sampling["do_sample"])
+    for config in (early(2), without(1, 3), early(2, OFF.replace(fallback="auto"))):
+        own = str(config.draft)
+        config = config.replace(draft=(own, "ngram", "recycle"))
+        out = treed(family).generate(
+            ids, attention_mask=mask, max_new_tokens=NEW, return_dict_in_generate=True, tree_config=config, **sampling
+        )
+        assert_same_text(expected.sequences, out.sequences)
+        assert_same_cache(*[_compat.cache_from_outputs(one) for one in (expected, out)], mask)
+        stats = treed(family).treespec_stats
+        assert set(stats.drafted_by_source) <= {own, "ngram", "recycle"} and stats.drafted_by_source[own] > 0
+        assert stats.draft_forward_seconds > 0
+
+
+def test_a_joint_tree_of_what_is_always_right() -> None:
+    ids, mask = inputs("llama", 1)
+    config = early(LAYERS, CHAINS).replace(draft=("early_exit", "recycle"))
+    treed("llama").generate(ids, attention_mask=mask, max_new_tokens=NEW, tree_config=config, **GREEDY)
+    stats = treed("llama").treespec_stats
+    assert stats.accepted_by_source["early_exit"] == stats.accepted_tokens > 0
+    assert stats.rounds <= -(-(NEW - 1) // 5) + 2
+
+
 @pytest.mark.parametrize("family", ["bart", "roformer", "bloom", "mpt"])
 @batches
 @samplings
@@ -402,6 +430,10 @@ def test_three_tokens_follow_the_target(rule: str, monkeypatch: pytest.MonkeyPat
 def test_early_exit_as_transformers_spells_it() -> None:
     ids, mask = inputs("llama", 1)
     call = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False}
+    joint = OFF.replace(draft=("early_exit", "ngram"))
+    out = treed("llama").generate(ids, assistant_early_exit=2, tree_config=joint, **call)
+    assert_same_text(plain("llama", 1, False).sequences, ids_of(out))
+    assert treed("llama").treespec_stats.drafted_by_source["early_exit"] > 0
     for config in (OFF, early(2), OFF.replace(draft="early_exit")):
         out = treed("llama").generate(ids, assistant_early_exit=2, tree_config=config, **call)
         assert_same_text(plain("llama", 1, False).sequences, ids_of(out))
@@ -429,6 +461,17 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "two drafts": (
         lambda: {"tree_config": OFF.replace(draft="ngram"), "assistant_early_exit": 2},
         r"assistant_early_exit=2 with TreeConfig\(draft='ngram'\)",
+    ),
+    "no layer of two": (
+        lambda: {"tree_config": OFF.replace(draft=("layer_skip", "ngram"))},
+        r"draft=\('layer_skip', 'ngram'\)\) names no layers: set draft_options=\{'layer_skip'",
+    ),
+    "independent draws": (
+        lambda: {
+            "tree_config": early(2).replace(draft=("early_exit", "ngram"), verification="rrs"),
+            "do_sample": True,
+        },
+        r"nodes of a joint tree are not drawn from one law",
     ),
     "no number": (lambda: {"assistant_early_exit": 0}, r"assistant_early_exit=0: expected"),
     "ranks": (lambda: {"tree_config": early(2), "synced_gpus": True}, r"synced_gpus=True"),

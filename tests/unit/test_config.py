@@ -128,15 +128,16 @@ def test_several_sources_are_a_tuple(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [("ngram", "ngram"), ("model", "mtp"), (), [], ("auto",), ("ngram", 3), ("ngram", ["x"]), {"ngram"}, 3]
-)
+    "value",
+    [("ngram", "ngram"), ("model", "mtp"), ("early_exit", "layer_skip"), (), [], ("auto",), ("ngram", 3),
+     ("ngram", ["x"]), {"ngram"}, 3],
+)  # fmt: skip
 def test_sources_that_cannot_draft_together_are_named(value: Any) -> None:
     with pytest.raises(TreeConfigError) as caught:
         TreeConfig(draft=value)
     assert f"TreeConfig(draft={value!r}): expected one of 'auto'" in str(caught.value)
-    assert "or a tuple of different ones of 'model', 'mtp', 'ngram', 'suffix', 'recycle', 'lookahead'" in str(
-        caught.value
-    )
+    joinable = "'model', 'mtp', 'early_exit', 'layer_skip', 'ngram', 'suffix', 'recycle', 'lookahead'"
+    assert f"or a tuple of different ones of {joinable}, one of the first four" in str(caught.value)
 
 
 def test_options_do_not_change() -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hf_treespec import TreeConfigError, _compat, load_draft, save_draft
-from hf_treespec.draft import EagleHead, Features, MedusaHead, MLPHead
+from hf_treespec.draft import DFlashHead, EagleHead, Features, MedusaHead, MLPHead
 from hf_treespec.draft.heads import Borrowed, is_head
 
 H, V, D = 16, 29, 11
@@ -172,8 +172,83 @@ def speculators_eagle() -> tuple[dict[str, Any], dict[str, Tensor], str]:
     return config, tensors, "model.safetensors"
 
 
+def block_layers(count: int, *, bias: bool = False) -> dict[str, Tensor]:
+    """Layers of Qwen3's kind, without embeddings."""
+    out = {}
+    for place in range(count):
+        p = f"layers.{place}"
+        out |= layer(p, H) | {f"{p}.input_layernorm.weight": rand(H)}
+        out |= {f"{p}.self_attn.{name}_norm.weight": rand(4) for name in "qk"}
+        if bias:
+            sizes = (("q", 16), ("k", 8), ("v", 8), ("o", H))
+            out |= {f"{p}.self_attn.{name}_proj.bias": rand(size) for name, size in sizes}
+    return out
+
+
+QWEN3: dict[str, Any] = {
+    **{name: value for name, value in LLAMA.items() if name not in ("pretraining_tp", "num_hidden_layers")},
+    "model_type": "qwen3", "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2,
+}  # fmt: skip
+
+
+def dflash(**changes: Any) -> tuple[dict[str, Any], dict[str, Tensor], str]:
+    nested = {"mask_token_id": 28, "target_layer_ids": [0, 2, 5]}
+    config = {**QWEN3, "architectures": ["DFlashDraftModel"], "block_size": 4, "dflash_config": nested, **changes}
+    tensors = {**block_layers(2), "fc.weight": rand(H, 3 * H), "hidden_norm.weight": rand(H), "norm.weight": rand(H)}
+    return config, tensors, "model.safetensors"
+
+
+def dflash_windows() -> tuple[dict[str, Any], dict[str, Tensor], str]:
+    """Windows on one layer, biases, and what the target does to its embeddings and logits said inside."""
+    nested = {"mask_token_id": 28, "target_layer_ids": [1, 2], "block_size": 3, "output_multiplier": 0.5,
+              "final_logit_softcapping": 9.0, "input_embedding_scale": 4.0}  # fmt: skip
+    config, tensors, file = dflash(dflash_config=nested, layer_types=["sliding_attention", "full_attention"],
+                                   use_sliding_window=True, sliding_window=3, attention_bias=True)  # fmt: skip
+    config.pop("block_size")
+    return config, {**tensors, **block_layers(2, bias=True), "fc.weight": rand(H, 2 * H)}, file
+
+
+def dflash_transformers() -> tuple[dict[str, Any], dict[str, Tensor], str]:
+    config = {
+        "architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant", "block_size": 4,
+        "mask_token_id": 28, "target_layer_ids": [0, 3], "hidden_size": H, "intermediate_size": 20,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "sliding_window": 5,
+        "layer_types": ["sliding_attention"] * 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 128,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "dtype": "float32",
+        "transformers_version": "5.15.0",
+    }  # fmt: skip
+    tensors = {**block_layers(2), "encoder.fc.weight": rand(H, 2 * H), "norm.weight": rand(H),
+               "encoder.output_norm_enc.weight": rand(H)}  # fmt: skip
+    return config, tensors, "model.safetensors"
+
+
+def speculators_dflash() -> tuple[dict[str, Any], dict[str, Tensor], str]:
+    _, tensors, file = dflash()
+    config = {
+        "architectures": ["DFlashDraftModel"], "speculators_model_type": "dflash", "speculators_version": "0.6.0",
+        "aux_hidden_state_layer_ids": [1, 3, 6], "block_size": 4, "draft_vocab_size": D, "mask_token_id": 28,
+        "sample_from_anchor": False, "target_hidden_size": None, "sliding_window_non_causal": False,
+        "projector_type": "dflash", "shift_label": False, "transformer_layer_config": QWEN3,
+        "speculators_config": {"algorithm": "dflash"},
+    }  # fmt: skip
+    return config, {**tensors, **maps(), "lm_head.weight": rand(D, H)}, file
+
+
+def speculators_dflash_whole() -> tuple[dict[str, Any], dict[str, Tensor], str]:
+    """As older ones were saved, with all that is the target's; of another width than it, from the anchor on."""
+    config, tensors, file = speculators_dflash()
+    inner = {**QWEN3, "model_type": "llama", "layer_types": ["sliding_attention"] * 2, "sliding_window": 3}
+    config |= {"draft_vocab_size": V, "target_hidden_size": 2 * H, "sample_from_anchor": True,
+               "sliding_window_non_causal": True, "aux_hidden_state_layer_ids": [1, 3],
+               "transformer_layer_config": inner}  # fmt: skip
+    more = {"embed_tokens.weight": rand(V, H), "lm_head.weight": rand(V, H), "verifier_lm_head.weight": rand(V, H),
+            "verifier_norm.weight": rand(H), "fc.weight": rand(H, 4 * H)}  # fmt: skip
+    return config, {**{name: t for name, t in tensors.items() if name not in ("d2t", "t2d")}, **more}, file
+
+
+BLOCKS = (dflash, dflash_windows, dflash_transformers, speculators_dflash, speculators_dflash_whole)
 MAKERS = (medusa, medusa_vllm, medusa_one, mlp, mlp_tied, eagle, eagle_qwen, eagle3, eagle3_wide, eagle3_nvidia,
-          speculators, speculators_qwen3, speculators_eagle)  # fmt: skip
+          speculators, speculators_qwen3, speculators_eagle, *BLOCKS)  # fmt: skip
 every = pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
 
 
@@ -206,7 +281,9 @@ def test_round_trip(make: Callable[[], Any], dtype: torch.dtype, tmp_path: Path)
     folder = write(tmp_path / "given", config, tensors, file)
     assert is_head(folder)
     head = load_draft(folder)
-    assert head.dtype == dtype and not head.training and (head.hidden_size, head.vocab_size) == (H, V)
+    assert head.dtype == dtype and not head.training
+    wide, unnamed = make is speculators_dflash_whole, make is dflash_transformers
+    assert (head.hidden_size, head.vocab_size) == (2 * H if wide else H, 0 if unnamed else V)
     out = save_draft(head, tmp_path / "back")
     assert json.loads((out / "config.json").read_text()) == config
     assert_same(tensors, read(out))
@@ -214,7 +291,9 @@ def test_round_trip(make: Callable[[], Any], dtype: torch.dtype, tmp_path: Path)
 
 CASTS = [(medusa, "medusa-vllm"), (mlp_tied, None), (eagle, "speculators"),
          (speculators_eagle, "eagle"), (eagle3, "speculators"), (eagle3_nvidia, "speculators"),
-         (eagle3_wide, "speculators"), (eagle3_wide, None), (speculators, "eagle3")]  # fmt: skip
+         (eagle3_wide, "speculators"), (eagle3_wide, None), (speculators, "eagle3"),
+         (dflash, "speculators"), (dflash_windows, None), (dflash_transformers, "dflash-transformers"),
+         (speculators_dflash, "speculators"), (speculators_dflash_whole, "speculators")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("make", "layout"), CASTS, ids=lambda value: getattr(value, "__name__", value))
@@ -222,7 +301,7 @@ def test_from_one_layout_to_another(make: Callable[[], Any], layout: str | None,
     """The head that is read from what we write is the same, as a new one would be written too."""
     head = load_draft(write(tmp_path / "given", *make()))
     kept = dict(head.state_dict())
-    if layout is None:
+    if layout is None or head.source.layout == layout:
         head.source = None
     out = save_draft(head, tmp_path / "out", layout=layout, target="some/model")
     again = load_draft(out)
@@ -233,26 +312,35 @@ def test_from_one_layout_to_another(make: Callable[[], Any], layout: str | None,
         assert again.norm_output == head.norm_output
         assert again.config.rope_parameters == head.config.rope_parameters
         assert again.config.rms_norm_eps == head.config.rms_norm_eps == 1e-5
+    if isinstance(head, DFlashHead):
+        parts, features, tokens = lent(), rand(1, 6, head.feature_size), torch.randint(V, (1, 6))
+        torch.testing.assert_close(again(features, tokens, parts, [5]), head(features, tokens, parts, [5]))
+        assert again.decoder.config.rope_parameters == head.decoder.config.rope_parameters
 
 
 def norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     return weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, theta: float) -> Tensor:
-    """Causal attention of 4 heads of 4 with rotary positions, written down from the formula; `[T, 16]`."""
-    length = len(q)
+def attend(q: Tensor, k: Tensor, v: Tensor, theta: float, seen_QK: Tensor | None = None) -> Tensor:
+    """Attention of 4 heads of 4 with rotary positions, written down from the formula; `[Q, 16]`.
+
+    Queries are the last of the places; they see what is not behind them, or what they are said to see.
+    """
+    length, queries = len(k), len(q)
     angle = torch.arange(length)[:, None] * theta ** -(torch.arange(2) / 2)
 
     def turned(x: Tensor) -> Tensor:
-        a, b = x.view(length, -1, 4).split(2, dim=-1)
-        cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+        a, b = x.reshape(len(x), -1, 4).split(2, dim=-1)
+        cos, sin = angle[-len(x) :].cos()[:, None], angle[-len(x) :].sin()[:, None]
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
+    if seen_QK is None:
+        seen_QK = torch.ones(queries, length).tril().bool()
     q, k, v = turned(q), turned(k).repeat_interleave(2, 1), v.view(length, 2, 4).repeat_interleave(2, 1)
     scores = torch.einsum("qhd,khd->hqk", q, k) / 2
-    scores = scores.masked_fill(~torch.ones(length, length).tril().bool(), float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(length, 16)
+    scores = scores.masked_fill(~seen_QK, float("-inf"))
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(queries, 16)
 
 
 def decoded(tensors: dict[str, Tensor], prefix: str, inputs: Tensor, residual: Tensor) -> Tensor:
@@ -316,6 +404,82 @@ def test_what_eagle_heads_compute(make: Callable[[], Any], tmp_path: Path) -> No
     torch.testing.assert_close(got[0], expected, atol=1e-4, rtol=1e-4)
 
 
+def denoised(t: dict[str, Tensor], block: Tensor, context: Tensor, seen: list[Tensor]) -> Tensor:
+    """States `[S, H]` of a block behind the context, by two layers that see so much."""
+    t = {
+        name.replace("encoder.fc", "fc").replace("encoder.output_norm_enc", "hidden_norm"): x for name, x in t.items()
+    }
+    context, state = norm(context @ t["fc.weight"].T, t["hidden_norm.weight"]), block
+    for place in range(2):
+        own = {name.removeprefix(f"layers.{place}."): tensor for name, tensor in t.items()}
+        x = norm(state, own["input_layernorm.weight"])
+        both = torch.cat([context, x])
+
+        def of(name: str, x: Tensor, own: dict[str, Tensor] = own) -> Tensor:
+            return x @ own[f"self_attn.{name}_proj.weight"].T + own.get(f"self_attn.{name}_proj.bias", 0)
+
+        q = norm(of("q", x).view(-1, 4, 4), own["self_attn.q_norm.weight"]).flatten(1)
+        k = norm(of("k", both).view(-1, 2, 4), own["self_attn.k_norm.weight"]).flatten(1)
+        state = state + of("o", attend(q, k, of("v", both), 5000.0, seen[place]))
+        x = norm(state, own["post_attention_layernorm.weight"])
+        gate, up = x @ own["mlp.gate_proj.weight"].T, x @ own["mlp.up_proj.weight"].T
+        state = state + (torch.nn.functional.silu(gate) * up) @ own["mlp.down_proj.weight"].T
+    return norm(state, t["norm.weight"])
+
+
+@pytest.mark.parametrize("make", BLOCKS, ids=lambda make: make.__name__)
+def test_what_dflash_heads_compute(make: Callable[..., Any], tmp_path: Path) -> None:
+    config, t, file = make()
+    head = load_draft(write(tmp_path / "given", config, t, file))
+    assert isinstance(head, DFlashHead)
+    parts = lent()
+    length, size = 7, head.block_size
+    tokens, features = torch.randint(V - 1, (1, length)), rand(1, length, head.feature_size)
+    for anchor in (0, 6):
+        # How far behind itself each place of the block finds each key.
+        apart = torch.arange(anchor, anchor + size)[:, None] - torch.arange(anchor + size)
+        everything = torch.ones_like(apart, dtype=torch.bool)
+        seen = {
+            "dflash_windows": [(apart < 3) & (apart >= 0), everything],
+            "dflash_transformers": [apart.abs() <= 5] * 2,
+            "speculators_dflash_whole": [apart.abs() < 3] * 2,
+        }.get(make.__name__, [everything] * 2)
+        block = torch.tensor([int(tokens[0, anchor]), *[28] * (size - 1)])
+        table = t.get("embed_tokens.weight", parts.embeddings.weight)
+        states = denoised(t, table[block] * (4.0 if make is dflash_windows else 1.0), features[0, :anchor], seen)
+        if make is not speculators_dflash_whole:
+            states = states[1:]
+        logits = states @ t.get("lm_head.weight", parts.lm_head.weight).T
+        if make is dflash_windows:
+            logits = 9.0 * torch.tanh(logits * 0.5 / 9.0)
+        got = head(features, tokens, parts, [2, anchor])[0, 1]
+        torch.testing.assert_close(got, logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("make", BLOCKS, ids=lambda make: make.__name__)
+def test_what_a_target_does_to_its_embeddings_and_logits(make: Callable[..., Any], tmp_path: Path) -> None:
+    """Published heads say it themselves; a model of transformers goes by the target, but for a norm on top."""
+
+    class Scaled(torch.nn.Embedding):
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(ids) * 7.0
+
+    head = load_draft(write(tmp_path / "given", *make()))
+    assert isinstance(head, DFlashHead)
+    parts, ids, by_target = lent(), torch.arange(3), make is dflash_transformers
+    table = Scaled(V, H)
+    given = Borrowed(table, parts.lm_head, 0.5, 3.0)
+    said = {"dflash_transformers": 7.0, "dflash_windows": 4.0}.get(make.__name__, 1.0)
+    rows = head.embed_tokens or table
+    torch.testing.assert_close(head.embed(ids, given), rows.weight[:3] * said)
+    table.embed_norm = torch.nn.Identity()
+    torch.testing.assert_close(head.embed(ids, given), rows.weight[:3] * (1.0 if by_target else said))
+    state = rand(2, H)
+    plain = head.logits(state, parts)
+    capped = 3.0 * torch.tanh(plain * 0.5 / 3.0)
+    torch.testing.assert_close(head.logits(state, given), capped if by_target else plain)
+
+
 def test_what_is_read_again_behind_the_final_norm(tmp_path: Path) -> None:
     """`norm_output`: the next step starts from what the LM head reads."""
     heads = {}
@@ -339,6 +503,11 @@ def test_what_is_read_again_behind_the_final_norm(tmp_path: Path) -> None:
 def test_what_is_read_of_the_target(tmp_path: Path) -> None:
     found = {make.__name__: load_draft(write(tmp_path / make.__name__, *make())) for make in MAKERS}
     assert found["medusa"].features(8) == found["mlp"].features(8) == found["eagle"].features(8) == Features(last=True)
+    # Of layers from 0; the last one of a target is read behind its norm, or not at all.
+    assert found["dflash"].features(8) == found["speculators_dflash"].features(8) == Features((1, 3, 6))
+    assert found["dflash"].features(6) == Features((1, 3), last=True)
+    assert found["speculators_dflash"].features(6) == Features((1, 3, 6))
+    assert found["speculators_dflash_whole"].max_depth == 4 and found["speculators_dflash"].max_depth == 3
     # Named as outputs of layers from 0, and as hidden states.
     assert found["eagle3"].features(8) == found["speculators"].features(8) == Features((2, 4, 6))
     assert found["eagle3_wide"].features(32) == found["eagle3_nvidia"].features(32) == Features((2, 16, 29))
@@ -413,7 +582,17 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
     refused(eagle3, tmp_path, "quantization_config is not read", quantization_config={"bits": 4})
     refused(eagle3, tmp_path, "model_type 'gemma2'", model_type="gemma2")
     refused(eagle3, tmp_path, "nobody_knows", model_type="nobody_knows")
-    refused(speculators, tmp_path, "speculators_model_type='dflash'", speculators_model_type="dflash")
+    refused(speculators, tmp_path, "speculators_model_type='dspark'", speculators_model_type="dspark")
+    refused(speculators_dflash, tmp_path, "projector_type='domino'", projector_type="domino")
+    refused(speculators_dflash, tmp_path, "shift_label=True", shift_label=True)
+    refused(speculators_dflash, tmp_path, "lacks mask_token_id", mask_token_id=None)
+    refused(speculators_dflash, tmp_path, "missing: d2t", drop=("d2t",))
+    refused(dflash, tmp_path, "lacks target_layer_ids", dflash_config={"mask_token_id": 28})
+    nested = dflash()[0]["dflash_config"]
+    refused(dflash, tmp_path, "dflash_config with selector_rank", dflash_config={**nested, "selector_rank": 8})
+    refused(dflash, tmp_path, "attend to the left only", dflash_config={**nested, "causal": True})
+    refused(dflash, tmp_path, "layer_types chunked_attention", layer_types=["chunked_attention"] * 2)
+    refused(dflash, tmp_path, "block_size=1", block_size=1)
     refused(speculators_eagle, tmp_path, "layernorms=True", layernorms=True)
     refused(medusa, tmp_path, "lacks medusa_num_layers", drop=("medusa_num_layers",))
     refused(medusa_vllm, tmp_path, "no tensor token_map", drop=("token_map",))
@@ -442,7 +621,7 @@ def test_no_checkpoint(tmp_path: Path) -> None:
         load_draft(tmp_path / "nowhere" / "at" / "all")
     folder = write(tmp_path / "llama", LLAMA, {"model.embed_tokens.weight": rand(V, H)}, "model.safetensors")
     assert not is_head(folder)
-    with pytest.raises(TreeConfigError, match="model_type='llama'.*expected one of the layouts speculators, medusa"):
+    with pytest.raises(TreeConfigError, match="model_type='llama'.*expected one of the layouts speculators, dflash"):
         load_draft(folder)
     (folder / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="no tensors"):

@@ -1,6 +1,7 @@
 """Draft heads: small modules that read hidden states of the target, and the drafts around them."""
 
 from hf_treespec.draft.heads.base import Borrowed, DraftHead, Source
+from hf_treespec.draft.heads.dflash import DFlashHead
 from hf_treespec.draft.heads.drafts import head_draft
 from hf_treespec.draft.heads.eagle import EagleHead
 from hf_treespec.draft.heads.formats import LAYOUTS, is_head, load_draft, save_draft
@@ -13,6 +14,7 @@ __all__ = [
     "LAYOUTS",
     "AssistantHead",
     "Borrowed",
+    "DFlashHead",
     "DraftHead",
     "EagleHead",
     "MLPHead",

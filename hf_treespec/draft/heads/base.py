@@ -25,15 +25,19 @@ class Borrowed(NamedTuple):
     Attributes:
         embeddings: of tokens.
         lm_head: None if the target names none.
+        scale: by which the target multiplies what comes out of its LM head.
+        softcap: bound of the tanh that it puts behind it; None without one.
     """
 
     embeddings: nn.Module
     lm_head: nn.Module | None
+    scale: float = 1.0
+    softcap: float | None = None
 
     @classmethod
     def of(cls, target: PreTrainedModel) -> Borrowed:
         """Those of a loaded model."""
-        return cls(*_compat.target_parts(target))
+        return cls(*_compat.target_parts(target), *_compat.lm_scaling(target))
 
 
 @dataclass(slots=True)
@@ -68,7 +72,7 @@ class DraftHead(nn.Module):
 
     Args:
         hidden_size: of the target's hidden states.
-        vocab_size: ids of the target.
+        vocab_size: ids of the target; 0 where that hangs on the target alone.
         ids_V: int64, the target's id of each id that the head knows, all different; None if it knows all of them.
 
     Attributes:
@@ -142,7 +146,7 @@ class DraftHead(nn.Module):
             "a vocabulary of": (self.vocab_size, _compat.vocabulary_size(target), "ids"),
         }
         for what, (own, theirs, unit) in sizes.items():
-            if own != theirs:
+            if own and own != theirs:
                 raise UnsupportedCallError(
                     f"assistant_model is a {self.kind} head for {what} {own} {unit}, and {type(target).__name__} has "
                     f"{theirs}: pass the head that was trained for this target"

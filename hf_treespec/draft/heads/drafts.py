@@ -14,6 +14,8 @@ from torch import Tensor
 from hf_treespec import _compat
 from hf_treespec.draft.base import DraftRow
 from hf_treespec.draft.heads.base import Borrowed, DraftHead
+from hf_treespec.draft.heads.dflash import DFlashHead
+from hf_treespec.draft.heads.dflash_draft import DFlashDraft
 from hf_treespec.draft.heads.eagle import EagleHead
 from hf_treespec.draft.heads.eagle_draft import EagleDraft
 from hf_treespec.draft.heads.medusa import MedusaHead
@@ -39,25 +41,9 @@ class MedusaDraft(LastStateDraft):
 
     def _grown(self, rows: Sequence[DraftRow], limits: Sequence[TreeLimits]) -> list[tuple[TokenTree, list[int]]]:
         active = [row for row, limit in enumerate(limits) if limit.max_nodes]
-        depth = max(limit.max_depth for limit in limits)
-        children = max(limit.max_children for limit in limits)
         with self._timed():
-            logits_ADV = self._head(self._batch(active), depths=depth)
-        of_row = dict(zip(active, logits_ADV, strict=True))
-
-        def expand(builders: Sequence[TreeBuilder], frontier: Sequence[Sequence[int]]) -> list[list[list[Candidate]]]:
-            found: list[list[list[Candidate]]] = []
-            for source, builder, nodes in zip(rows, builders, frontier, strict=True):
-                level = builder.depths[nodes[0]] if nodes else 0
-                if not nodes or level >= depth:
-                    found.append([[] for _ in nodes])
-                    continue
-                # One law, and one noise, for all nodes of a depth.
-                logits = of_row[source.index][level : level + 1]
-                found.append(self._candidates(source, builder, nodes, children, logits))
-            return found
-
-        return self._grow(rows, expand, limits)
+            logits_ADV = self._head(self._batch(active), depths=max(limit.max_depth for limit in limits))
+        return self._product(rows, limits, dict(zip(active, logits_ADV, strict=True)))
 
 
 class MLPDraft(LastStateDraft):
@@ -108,6 +94,9 @@ def head_draft(head: DraftHead, target: PreTrainedModel, ranker: Ranker, *, grow
     if isinstance(head, EagleHead):
         lent, readable = Borrowed.of(target), _compat.embedding_rows(target)
         return EagleDraft(head, ranker, growth=growth, features=features, lent=lent, readable=readable)
+    if isinstance(head, DFlashHead):
+        lent, readable = Borrowed.of(target), _compat.embedding_rows(target)
+        return DFlashDraft(head, ranker, growth=growth, features=features, lent=lent, readable=readable)
     if isinstance(head, MedusaHead):
         return MedusaDraft(head, ranker, growth=growth, features=features)
     if isinstance(head, MLPHead):
@@ -118,5 +107,5 @@ def head_draft(head: DraftHead, target: PreTrainedModel, ranker: Ranker, *, grow
         lent, readable = Borrowed.of(target), _compat.embedding_rows(target)
         return SharedStatesDraft(head, ranker, growth=growth, features=features, lent=lent, readable=readable)
     raise UnsupportedCallError(
-        f"assistant_model is a {type(head).__name__}: expected a MedusaHead, MLPHead or EagleHead"
+        f"assistant_model is a {type(head).__name__}: expected a MedusaHead, MLPHead, EagleHead or DFlashHead"
     )

@@ -9,14 +9,18 @@ from torch import Tensor
 from hf_treespec import _compat
 from hf_treespec.draft.heads.base import DraftHead
 from hf_treespec.draft.heads.layout import Layout, names_of, taken
-from hf_treespec.draft.heads.layouts_eagle import EAGLE, EAGLE3, SPECULATORS
+from hf_treespec.draft.heads.layouts_dflash import DFLASH, DFLASH_HF
+from hf_treespec.draft.heads.layouts_eagle import EAGLE, EAGLE3
 from hf_treespec.draft.heads.layouts_small import MEDUSA, MEDUSA_VLLM, MLP
+from hf_treespec.draft.heads.layouts_speculators import SPECULATORS
 from hf_treespec.errors import TreeConfigError
 
 __all__ = ["LAYOUTS", "is_head", "load_draft", "save_draft"]
 
 # The first that knows a checkpoint reads it.
-LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (SPECULATORS, MEDUSA_VLLM, MEDUSA, MLP, EAGLE3, EAGLE)}
+LAYOUTS: dict[str, Layout] = {
+    layout.name: layout for layout in (SPECULATORS, DFLASH, DFLASH_HF, MEDUSA_VLLM, MEDUSA, MLP, EAGLE3, EAGLE)
+}
 # The first that is there is read, and no other one is asked for: from the Hub that would be to download it.
 _INDEX = ".index.json"
 _FILES = (
@@ -26,7 +30,7 @@ _FILES = (
 
 
 def load_draft(path: str | Path) -> DraftHead:
-    """Read a draft head: Medusa, EAGLE-1, -2 or -3, or an MLP speculator, in any of the public layouts.
+    """Read a draft head: Medusa, EAGLE-1, -2 or -3, an MLP speculator or DFlash, in any of the public layouts.
 
     The head is on the CPU, in the type of its checkpoint, in evaluation mode; `head.to(...)` moves it. It is passed as
     `generate(..., assistant_model=head, tree_config=...)`.
@@ -55,7 +59,8 @@ def save_draft(head: DraftHead, path: str | Path, *, layout: str | None = None, 
     """Write a draft head.
 
     In the layout that it was read from it is written as it was, tensor for tensor and with its whole config. vLLM
-    serves `medusa-vllm`, `mlp_speculator`, `eagle`, `eagle3` and `speculators`; SGLang `eagle` and `eagle3`.
+    serves `medusa-vllm`, `mlp_speculator`, `eagle`, `eagle3`, `dflash` and `speculators`; SGLang `eagle`, `eagle3` and
+    `dflash`.
 
     Args:
         head: from `load_draft`, or made and trained.

@@ -6,7 +6,7 @@ Shapes: B rows, F features side by side of a token, R nodes, V ids of the head.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -81,6 +81,47 @@ class HeadDraft:
             return grow(roots, expand, limits, self._growth)
         return grow_adapted(roots, expand, limits)
 
+    def _candidates(
+        self, source: DraftRow, builder: TreeBuilder, nodes: Sequence[int], children: int, logits_RV: Tensor
+    ) -> list[list[Candidate]]:
+        """Children of some nodes of a row; `logits_RV` may have one row for all."""
+        # The child of a node of depth d takes position offset + len(tokens) + d.
+        first = source.offset + len(source.tokens)
+        counts = [builder.wanted.get(node, children) for node in nodes]
+        drawn = self._ranker.sample(source.index, first - 1, nodes, counts, logits_RV.expand(len(nodes), -1))
+        if drawn is not None:
+            return drawn
+        noise = [source.noise(first + builder.depths[n]) if source.noise else None for n in nodes[: len(logits_RV)]]
+        ranked = self._ranker.rank(logits_RV, noise, children)
+        return ranked if len(ranked) == len(nodes) else ranked * len(nodes)
+
+    def _product(
+        self, rows: Sequence[DraftRow], limits: Sequence[TreeLimits], laws_DV: Mapping[int, Tensor]
+    ) -> list[tuple[TokenTree, list[int]]]:
+        """Trees from independent laws of each depth: the best part of their product.
+
+        Args:
+            rows: all rows.
+            limits: budget per row.
+            laws_DV: raw logits by the index of each row with a budget.
+        """
+        depth = max(limit.max_depth for limit in limits)
+        children = max(limit.max_children for limit in limits)
+
+        def expand(builders: Sequence[TreeBuilder], frontier: Sequence[Sequence[int]]) -> list[list[list[Candidate]]]:
+            found: list[list[list[Candidate]]] = []
+            for source, builder, nodes in zip(rows, builders, frontier, strict=True):
+                level = builder.depths[nodes[0]] if nodes else 0
+                if not nodes or level >= depth:
+                    found.append([[] for _ in nodes])
+                    continue
+                # One law, and one noise, for all nodes of a depth.
+                logits = laws_DV[source.index][level : level + 1]
+                found.append(self._candidates(source, builder, nodes, children, logits))
+            return found
+
+        return self._grow(rows, expand, limits)
+
     @contextmanager
     def _timed(self) -> Iterator[None]:
         start = time.perf_counter()
@@ -107,20 +148,6 @@ class LastStateDraft(HeadDraft):
 
     def _reads(self, row: int) -> bool:
         return row < len(self._last) and self._last[row] is not None
-
-    def _candidates(
-        self, source: DraftRow, builder: TreeBuilder, nodes: Sequence[int], children: int, logits_RV: Tensor
-    ) -> list[list[Candidate]]:
-        """Children of some nodes of a row; `logits_RV` may have one row for all."""
-        # The child of a node of depth d takes position offset + len(tokens) + d.
-        first = source.offset + len(source.tokens)
-        counts = [builder.wanted.get(node, children) for node in nodes]
-        drawn = self._ranker.sample(source.index, first - 1, nodes, counts, logits_RV.expand(len(nodes), -1))
-        if drawn is not None:
-            return drawn
-        noise = [source.noise(first + builder.depths[n]) if source.noise else None for n in nodes[: len(logits_RV)]]
-        ranked = self._ranker.rank(logits_RV, noise, children)
-        return ranked if len(ranked) == len(nodes) else ranked * len(nodes)
 
     def _batch(self, active: Sequence[int]) -> Tensor:
         """`[A, F]` of these rows."""
