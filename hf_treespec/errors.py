@@ -7,6 +7,7 @@ code keeps working. Messages name the argument, its value, what was expected and
 from __future__ import annotations
 
 __all__ = [
+    "TrainError",
     "TreeConfigError",
     "TreeSpecError",
     "TreeSpecWarning",
@@ -29,6 +30,10 @@ class UnsupportedCallError(TreeSpecError, ValueError):
 
 class UnsupportedModelError(TreeSpecError, NotImplementedError):
     """The model cannot take a tree in one forward. The message says why."""
+
+
+class TrainError(TreeSpecError, ValueError):
+    """A setting of a training run, or the folder of one, has a value that cannot work."""
 
 
 class TreeSpecWarning(UserWarning):

@@ -10,7 +10,7 @@ from hf_treespec.draft.base import (
     WeighingDraft,
 )
 from hf_treespec.draft.corpus import CorpusIndex, build_corpus_index, open_corpus_index, tokenizer_fingerprint
-from hf_treespec.draft.heads import DraftHead, EagleHead, MedusaHead, MLPHead, head_draft
+from hf_treespec.draft.heads import Borrowed, DraftHead, EagleHead, MedusaHead, MLPHead, head_draft
 from hf_treespec.draft.joined import JoinedDraft
 from hf_treespec.draft.layers import LayerDraft
 from hf_treespec.draft.levels import LevelReader
@@ -25,6 +25,7 @@ from hf_treespec.draft.skipping import LayerPlan, skippable, skipping
 from hf_treespec.draft.text import Predictor, TextDraft
 
 __all__ = [
+    "Borrowed",
     "ChildSampler",
     "ContextPredictor",
     "CorpusIndex",
