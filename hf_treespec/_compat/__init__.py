@@ -114,7 +114,7 @@ from hf_treespec._compat.models import (
     working_dtype,
 )
 from hf_treespec._compat.processors import GuidanceProcessor, length_free_processors, process_logits, pure_processors
-from hf_treespec._compat.taps import decoder_layers, hidden_size, tap_last, tap_layer, target_parts
+from hf_treespec._compat.taps import decoder_layers, final_norm, hidden_size, tap_last, tap_layer, target_parts
 from hf_treespec._compat.warning import quiet_transformers, warn_once
 
 __all__ = [
@@ -165,6 +165,7 @@ __all__ = [
     "end_stream",
     "eos_token_ids",
     "exact_tokens",
+    "final_norm",
     "find_file",
     "generation_cache",
     "generation_defaults",

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-__all__ = ["decoder_layers", "hidden_size", "tap_last", "tap_layer", "target_parts"]
+__all__ = ["decoder_layers", "final_norm", "hidden_size", "tap_last", "tap_layer", "target_parts"]
 
 # What a tap does with a hidden state [B, Q, H].
 Take = Callable[[Tensor], None]
@@ -40,6 +40,12 @@ def hidden_size(model: PreTrainedModel) -> int:
     """Width of the hidden states of the text part."""
     config = model.config.get_text_config(decoder=True)
     return int(getattr(config, "hidden_size", None) or config.d_model)
+
+
+def final_norm(model: PreTrainedModel) -> Tensor | None:
+    """Weight of the norm behind the last layer, where the decoder calls it `norm`; float32 on the CPU."""
+    weight = getattr(getattr(_decoder(model), "norm", None), "weight", None)
+    return weight.detach().float().cpu() if isinstance(weight, Tensor) else None
 
 
 def tap_layer(model: PreTrainedModel, index: int, take: Take) -> RemovableHandle:

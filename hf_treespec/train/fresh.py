@@ -107,7 +107,34 @@ def fresh_eagle(
     assert head.lm_head is not None
     with torch.no_grad():
         head.lm_head.weight.copy_(_rows(target, head.ids))
+        _begin_as_last_layer(head, target)
     return head
+
+
+def _begin_as_last_layer(head: EagleHead, target: PreTrainedModel) -> None:
+    """Let the head pass on the last state that it reads, through the target's last layer and final norm.
+
+    What does not fit, by name or by shape, stays random.
+    """
+    width = head.width
+    head.fc.weight.mul_(0.1)
+    head.fc.weight[:, -width:] += torch.eye(width)
+    last = {name: weight.float().cpu() for name, weight in _compat.decoder_layers(target)[-1].state_dict().items()}
+    last["hidden_norm.weight"] = last.get("input_layernorm.weight", torch.ones(0))
+    layer: Any = head.decoder.get_submodule("layers.0")
+    for name, own in layer.state_dict().items():
+        theirs = last.get(name)
+        if theirs is None:
+            continue
+        if theirs.shape == own.shape:
+            own.copy_(theirs)
+        elif own.ndim == 2 and own.shape == (theirs.shape[0], 2 * theirs.shape[1]):
+            # Embedding and state stand side by side; the layer knew the state alone.
+            own[:, theirs.shape[1] :] = theirs
+            own[:, : theirs.shape[1]] *= 0.1
+    norm = _compat.final_norm(target)
+    if norm is not None and head.norm is not None and norm.shape == head.norm.weight.shape:
+        head.norm.weight.copy_(norm)
 
 
 def fresh_medusa(target: PreTrainedModel, ids_V: Tensor | None, *, heads: int = 4) -> MedusaHead:

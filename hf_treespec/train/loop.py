@@ -37,7 +37,7 @@ class LoopSettings:
         warmup: share of the steps.
         weight_decay: of AdamW.
         clip: largest norm of the gradient.
-        judge_every: steps between looks at the held-out texts; None for ten an epoch at most and one at least.
+        judge_every: steps between looks at the held-out texts; None for four an epoch.
         patience: end after so many looks without a longer accepted length.
         minutes: end after so many minutes of training; None without a bound.
         seed: of the order of the texts.
@@ -136,7 +136,7 @@ def fit(
     per_epoch = len(batches(examples, settings.batch_tokens, seed=settings.seed, epoch=0, **share))
     # Batches are cut anew each epoch, so that there may be one more or less; the schedule goes by the first.
     steps = per_epoch * settings.epochs
-    every = settings.judge_every or max(1, per_epoch // 10)
+    every = settings.judge_every or max(1, per_epoch // 4)
     weights = [p for p in lesson.parameters() if p.requires_grad]
     optimizer: Any = torch.optim.AdamW(
         weights, settings.learning_rate, betas=(0.9, 0.95), weight_decay=settings.weight_decay, fused=True
