@@ -103,7 +103,7 @@ def test_every_source(smollm2: tuple[Any, Any], source: str, arguments: dict[str
     assert torch.equal(actual, expected)
     assert stats.drafted_nodes > 0
     # A random head is right by luck only; the others must be of use on text that repeats itself.
-    assert stats.tokens_per_round > 1.1 or "head:" in (kind or "")
+    assert stats.tokens_per_round > 1.1 or arguments["do_sample"] or "head:" in (kind or "")
 
 
 @pytest.mark.slow
