@@ -10,6 +10,7 @@ import sys
 import warnings
 
 __all__ = [
+    "TrainError",
     "TreeConfigError",
     "TreeSpecError",
     "TreeSpecWarning",
@@ -36,6 +37,10 @@ class UnsupportedCallError(TreeSpecError, ValueError):
 
 class UnsupportedModelError(TreeSpecError, NotImplementedError):
     """The model cannot take a tree in one forward. The message says why."""
+
+
+class TrainError(TreeSpecError, ValueError):
+    """A setting of a training run, or the folder of one, has a value that cannot work."""
 
 
 class TreeSpecWarning(UserWarning):

@@ -141,6 +141,7 @@ from hf_treespec._compat.shared_states import assistant_sizes, read_shared, read
 from hf_treespec._compat.taps import (
     decoder_layers,
     embedding_size,
+    final_norm,
     hidden_size,
     lm_head_size,
     tap_last,
@@ -203,6 +204,7 @@ __all__ = [
     "end_stream",
     "eos_token_ids",
     "exact_tokens",
+    "final_norm",
     "find_file",
     "follow_model",
     "generation_cache",

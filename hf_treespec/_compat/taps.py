@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 __all__ = [
     "decoder_layers",
     "embedding_size",
+    "final_norm",
     "hidden_size",
     "lm_head_size",
     "tap_last",
@@ -67,6 +68,12 @@ def embedding_size(model: PreTrainedModel) -> int:
 def lm_head_size(model: PreTrainedModel) -> int:
     """Width of what the LM head reads, as far as it says so, else of the hidden states."""
     return int(getattr(model.get_output_embeddings(), "in_features", None) or hidden_size(model))
+
+
+def final_norm(model: PreTrainedModel) -> Tensor | None:
+    """Weight of the norm behind the last layer, where the decoder calls it `norm`; float32 on the CPU."""
+    weight = getattr(getattr(_decoder(model), "norm", None), "weight", None)
+    return weight.detach().float().cpu() if isinstance(weight, Tensor) else None
 
 
 def tap_layer(model: PreTrainedModel, index: int, take: Take) -> RemovableHandle:

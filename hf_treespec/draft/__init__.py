@@ -12,6 +12,7 @@ from hf_treespec.draft.base import (
 from hf_treespec.draft.corpus import CorpusIndex, build_corpus_index, open_corpus_index, tokenizer_fingerprint
 from hf_treespec.draft.heads import (
     AssistantHead,
+    Borrowed,
     DFlashHead,
     DraftHead,
     EagleHead,
@@ -37,6 +38,7 @@ from hf_treespec.draft.vocabulary import Rows, asked_vocabulary, reduced_rows, w
 
 __all__ = [
     "AssistantHead",
+    "Borrowed",
     "BorrowingDraft",
     "ChildSampler",
     "ContextPredictor",

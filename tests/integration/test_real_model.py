@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+import heads
+from drafts import make_draft
 from hf_treespec import TreeConfig, disable, enable
 
 pytestmark = pytest.mark.real_model
@@ -56,6 +58,52 @@ def test_same_text(smollm2: tuple[Any, Any], prompt: str, arguments: dict[str, A
     model, tokenizer = smollm2
     plain, tree, _ = _texts(model, tokenizer, prompt, 64, **arguments)
     assert tree == plain
+
+
+# Every source with what it needs; `head:` is a random one, `layers:20` the target's first 20 layers.
+SOURCES: dict[str, tuple[Any, str | None, dict[str, Any]]] = {
+    "ngram": ("ngram", None, {}),
+    "suffix": ("suffix", None, {}),
+    "recycle": ("recycle", None, {}),
+    "lookahead": ("lookahead", None, {}),
+    "joint text": (("ngram", "recycle", "lookahead"), None, {}),
+    "early_exit": ("early_exit", None, {"early_exit": {"layer": 20}}),
+    "layer_skip": ("layer_skip", None, {"layer_skip": {"skip": [14, 16, 18]}}),
+    "model": ("model", "layers:20", {}),
+    "joint model": (("model", "ngram"), "layers:20", {}),
+    **{kind: ("model", f"head:{kind}", {}) for kind in heads.MAKERS},
+    "joint head": (("model", "ngram"), "head:eagle3", {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["t0", "t1"])
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_source(smollm2: tuple[Any, Any], source: str, arguments: dict[str, Any]) -> None:
+    model, tokenizer = smollm2
+    draft, kind, options = SOURCES[source]
+    assistant = None
+    if kind is not None:
+        name = kind.partition(":")[2]
+        if kind.startswith("head:"):
+            # Layers that this target has; 0 and 1 are those of the tiny models.
+            assistant = heads.random_head(name, model, **({"layers": (2, 15)} if name == "eagle3" else {}))
+        else:
+            assistant = make_draft(kind, model, seed=0)
+    enable(model)
+    call = {**tokenizer(SMOKE, return_tensors="pt"), "max_new_tokens": 32, **arguments}
+    config = TreeConfig(draft=draft, draft_options=options, max_nodes=16, seed=3, fallback="off")
+    extra = {} if assistant is None else {"assistant_model": assistant}
+    try:
+        expected = model.generate(tree_config=TreeConfig(max_nodes=0, seed=3), **call)
+        actual = model.generate(tree_config=config, **extra, **call)
+        stats = model.treespec_stats
+    finally:
+        disable(model)
+    assert torch.equal(actual, expected)
+    assert stats.drafted_nodes > 0
+    # A random head is right by luck only; the others must be of use on text that repeats itself.
+    assert stats.tokens_per_round > 1.1 or arguments["do_sample"] or "head:" in (kind or "")
 
 
 @pytest.mark.slow

@@ -183,7 +183,16 @@ class EagleHead(DraftHead):
         return self.placed(lent.lm_head(states.to(weights.device, weights.dtype)))
 
     def forward(self, features_BTF: Tensor, tokens_BT: Tensor, lent: Borrowed, *, steps: int = 1) -> list[Tensor]:
-        """Logits of several steps ahead at every pair, for training.
+        """Logits of several steps ahead at every pair, see `unroll`.
+
+        Returns:
+            Per step j logits `[B, T, V]`; at pair i those of token i + j + 1. The last j pairs of step j have no
+            token to read and mean nothing.
+        """
+        return [self.logits(states, lent) for states in self.unroll(features_BTF, tokens_BT, lent, steps=steps)]
+
+    def unroll(self, features_BTF: Tensor, tokens_BT: Tensor, lent: Borrowed, *, steps: int) -> list[Tensor]:
+        """States of several steps ahead at every pair, for training.
 
         Step 0 reads the target's features. Step j is what drafting does j tokens later: at pair i it reads token i + j
         with what step j - 1 gave at pair i, and sees the true pairs up to i and the drafted ones behind them. Tokens
@@ -196,8 +205,7 @@ class EagleHead(DraftHead):
             steps: how many.
 
         Returns:
-            Per step j logits `[B, T, V]`; at pair i those of token i + j + 1. The last j pairs of step j have no
-            token to read and mean nothing.
+            Per step j states `[B, T, E]`, which `logits` takes.
         """
         batch, length = tokens_BT.shape
         states = self.fuse(self.placed(features_BTF))
@@ -206,12 +214,12 @@ class EagleHead(DraftHead):
         cache = _compat.make_cache(self.config)
         causal = pair[:, None] >= pair
         own = torch.eye(length, dtype=torch.bool, device=device)
-        logits = []
+        made = []
         for step in range(steps):
             # Behind the end the last token is read again: such pairs mean nothing.
             tokens = tokens_BT[:, (pair + step).clamp(max=length - 1).to(tokens_BT.device)]
             mask = torch.cat([causal, *[own] * step], dim=1).expand(batch, 1, -1, -1)
             positions = (pair + step).expand(batch, -1)
             states = self.read(self.embed(tokens, lent), states, positions=positions, mask=mask, cache=cache)
-            logits.append(self.logits(states, lent))
-        return logits
+            made.append(states)
+        return made

@@ -73,10 +73,12 @@ class MedusaHead(DraftHead):
         Returns:
             `[..., depths, V]`: at k those of token i + 2 + k.
         """
-        logits = []
-        for stack, head in list(zip(self.blocks, self.heads, strict=True))[:depths]:
-            state = states
-            for layer in stack:  # type: ignore[attr-defined]
-                state = layer(state)
-            logits.append(head(state) * self.scale)
-        return torch.stack(logits, dim=-2)
+        count = self.max_depth if depths is None else depths
+        return torch.stack([self.law(states, depth) for depth in range(count)], dim=-2)
+
+    def law(self, states: Tensor, depth: int) -> Tensor:
+        """Logits `[..., V]` of one head."""
+        for layer in self.blocks[depth]:  # type: ignore[attr-defined]
+            states = layer(states)
+        out: Tensor = self.heads[depth](states) * self.scale
+        return out

@@ -98,9 +98,18 @@ class MLPHead(DraftHead):
         Returns:
             The new state `[..., I]`, and logits `[..., V]` of the token behind those.
         """
+        new = self.mix(stage, state, tokens)
+        return new, self.law(stage, new)
+
+    def mix(self, stage: int, state: Tensor, tokens: Tensor) -> Tensor:
+        """The new state `[..., I]`, see `step`."""
         mixed = self.proj[stage](state) * self.state_weight + self.emb[stage](tokens) * self.token_weight
-        new = nn.functional.gelu(self.ln[stage](mixed))
-        return new, self.head[stage](new)
+        return nn.functional.gelu(self.ln[stage](mixed))
+
+    def law(self, stage: int, state: Tensor) -> Tensor:
+        """Logits `[..., V]` of the token behind a state that `mix` gave."""
+        out: Tensor = self.head[stage](state)
+        return out
 
     def forward(self, states_BTH: Tensor, tokens_BS: Tensor) -> Tensor:
         """Logits of all stages behind true tokens.

@@ -1,0 +1,254 @@
+"""What each kind of draft is shown, and what it should have said: the target's law of each token, not only the token.
+
+A law is compared at its *target place*: the token that it is about. Depth j of a draft is about the token j + 1 places
+behind the root of a tree, as when it drafts, with the true tokens in between.
+
+Shapes: B texts of T tokens, V ids of the draft, M laws of a depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hf_treespec.draft import Borrowed, DraftHead, EagleHead, Features, MedusaHead, MLPHead
+from hf_treespec.train.batches import Batch
+
+__all__ = ["EagleLesson", "Lesson", "MLPLesson", "MedusaLesson", "ModelLesson"]
+
+
+class Laws(NamedTuple):
+    """What a draft says at one depth.
+
+    Attributes:
+        places_BT: bool, the tokens that it says something of.
+        logits_MV: in the order of those.
+    """
+
+    places_BT: Tensor
+    logits_MV: Tensor
+
+
+class Lesson(nn.Module):
+    """A draft and how it is trained.
+
+    Args:
+        draft: the module with the weights.
+        features: hidden states of the target that it reads.
+        depths: how many tokens ahead.
+        ids_V: the target's ids of what the draft says; None for all.
+        vocab_size: of the target.
+        decay: each depth counts so much less than the one before.
+    """
+
+    def __init__(
+        self,
+        draft: nn.Module,
+        features: Features,
+        *,
+        depths: int,
+        ids_V: Tensor | None,
+        vocab_size: int,
+        decay: float = 0.8,
+    ) -> None:
+        super().__init__()
+        self.draft = draft
+        self.features = features
+        self.depths = depths
+        self.decay = decay
+        places = torch.arange(vocab_size) if ids_V is None else torch.full((vocab_size,), -1)
+        if ids_V is not None:
+            places[ids_V.cpu()] = torch.arange(len(ids_V))
+        # Of each id of the target its place in the draft's laws, -1 if it has none.
+        self.register_buffer("place_of", places, persistent=False)
+
+    def laws(self, batch: Batch) -> Iterator[Laws]:
+        """Depth by depth, of tokens that the target wrote."""
+        raise NotImplementedError
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Mean cross entropy of the target's law and the draft's, over depths and tokens.
+
+        Both are compared on the ids that the draft knows and that are among the likely ones.
+        """
+        place_of = self.get_buffer("place_of")
+        # The law of a token stands at the token before it.
+        likely = place_of[batch.likely_BTK.roll(1, dims=1)]
+        chances = batch.logp_BTK.roll(1, dims=1).exp() * (likely >= 0)
+        known = chances.sum(-1)
+        chances = chances / known.clamp(min=1e-6)[..., None]
+        # A token whose law the draft mostly cannot say counts for less.
+        weight_BT = known.clamp(max=1.0)
+        total = batch.logp_BTK.new_zeros(())
+        count = batch.logp_BTK.new_zeros(())
+        for depth, (places, logits) in enumerate(self.laws(batch)):
+            said = logits.float().log_softmax(-1).gather(-1, likely[places].clamp(min=0))
+            weight = weight_BT[places] * self.decay**depth
+            total = total - ((chances[places] * said).sum(-1) * weight).sum()
+            count = count + weight.sum()
+        return total / count.clamp(min=1.0)
+
+    @torch.no_grad()
+    def accepted(self, batch: Batch) -> tuple[int, int]:
+        """Over all roots of the batch how many drafted tokens a chain would have accepted, and how many roots there are.
+
+        A root is a token with `depths` tokens of the target's own behind it.
+        """
+        place_of = self.get_buffer("place_of")
+        truth = place_of[batch.tokens_BT]
+        length = batch.tokens_BT.shape[1]
+        roots = max(0, length - self.depths)
+        alive = torch.ones_like(batch.new_BT[:, :roots])
+        # The first token has none before it whose state a draft could read.
+        alive[:, :1] = False
+        for depth in range(1, self.depths + 1):
+            alive = alive & batch.new_BT[:, depth : roots + depth]
+        count = int(alive.sum())
+        hits = 0
+        for depth, (places, logits) in enumerate(self._by_depth(batch), start=1):
+            right = torch.zeros_like(batch.new_BT)
+            right[places] = logits.argmax(-1) == truth[places]
+            alive = alive & right[:, depth : roots + depth]
+            hits += int(alive.sum())
+        return hits, count
+
+    def _by_depth(self, batch: Batch) -> Iterator[Laws]:
+        return self.laws(batch)
+
+
+def _shifted(new_BT: Tensor, first: int) -> Tensor:
+    """Tokens of the target that have at least so many tokens before them."""
+    kept = new_BT.clone()
+    kept[:, :first] = False
+    return kept
+
+
+class EagleLesson(Lesson):
+    """EAGLE-1 or -3: several steps of the decoder over its own output.
+
+    Args:
+        draft: the head.
+        lent: parts of the target.
+        target_layers: of the target.
+        options: see `Lesson`.
+    """
+
+    draft: EagleHead
+
+    def __init__(
+        self, draft: EagleHead, lent: Borrowed, target_layers: int, *, depths: int, decay: float = 0.8
+    ) -> None:
+        super().__init__(
+            draft,
+            draft.features(target_layers),
+            depths=depths,
+            ids_V=draft.ids,
+            vocab_size=draft.vocab_size,
+            decay=decay,
+        )
+        # In a tuple, so that it is no part of what is trained.
+        self._lent = (lent,)
+
+    def laws(self, batch: Batch) -> Iterator[Laws]:
+        """See `Lesson.laws`."""
+        (lent,) = self._lent
+        pairs = self.draft.unroll(batch.features_BTF[:, :-1], batch.tokens_BT[:, 1:], lent, steps=self.depths)
+        for step, states in enumerate(pairs):
+            # Pair i of step j is about token i + j + 2.
+            first = step + 2
+            places = _shifted(batch.new_BT, first)
+            width = max(0, states.shape[1] + 1 - first)
+            chosen = places[:, first : first + width]
+            yield Laws(places, self.draft.logits(states[:, :width][chosen], lent))
+
+
+class MedusaLesson(Lesson):
+    """Medusa: one law for each depth, from the hidden state of the token before the root."""
+
+    draft: MedusaHead
+
+    def __init__(self, draft: MedusaHead, *, decay: float = 0.8) -> None:
+        super().__init__(
+            draft,
+            Features(last=True),
+            depths=draft.max_depth,
+            ids_V=draft.ids,
+            vocab_size=draft.vocab_size,
+            decay=decay,
+        )
+
+    def laws(self, batch: Batch) -> Iterator[Laws]:
+        """See `Lesson.laws`."""
+        states = self.draft.placed(batch.features_BTF)
+        for depth in range(self.depths):
+            # The state of token i is about token i + depth + 2.
+            first = depth + 2
+            places = _shifted(batch.new_BT, first)
+            chosen = states[:, : states.shape[1] - first][places[:, first:]]
+            yield Laws(places, self.draft.law(chosen, depth))
+
+
+class MLPLesson(Lesson):
+    """Recurrent MLP: a small state that reads a token a depth."""
+
+    draft: MLPHead
+
+    def __init__(self, draft: MLPHead, *, decay: float = 0.8) -> None:
+        super().__init__(
+            draft,
+            Features(last=True),
+            depths=draft.max_depth,
+            ids_V=draft.ids,
+            vocab_size=draft.vocab_size,
+            decay=decay,
+        )
+
+    def laws(self, batch: Batch) -> Iterator[Laws]:
+        """See `Lesson.laws`."""
+        length = batch.tokens_BT.shape[1]
+        state = self.draft.start(self.draft.placed(batch.features_BTF))
+        for depth in range(self.depths):
+            first = depth + 2
+            width = length - first
+            state = self.draft.mix(depth, state[:, :width], batch.tokens_BT[:, depth + 1 : depth + 1 + width])
+            places = _shifted(batch.new_BT, first)
+            yield Laws(places, self.draft.law(depth, state[places[:, first:]]))
+
+
+class ModelLesson(Lesson):
+    """A causal LM by itself, which reads tokens alone."""
+
+    def __init__(self, draft: nn.Module, *, depths: int, vocab_size: int) -> None:
+        super().__init__(draft, Features(), depths=depths, ids_V=None, vocab_size=vocab_size)
+
+    def laws(self, batch: Batch) -> Iterator[Laws]:
+        """See `Lesson.laws`; what it says of a token is the same at each depth, so there is one."""
+        logits = self.draft(batch.tokens_BT, use_cache=False).logits
+        places = _shifted(batch.new_BT, 1)
+        yield Laws(places, logits[:, :-1][places[:, 1:]])
+
+    def _by_depth(self, batch: Batch) -> Iterator[Laws]:
+        (laws,) = self.laws(batch)
+        for _ in range(self.depths):
+            yield laws
+
+
+def head_lesson(head: DraftHead, lent: Borrowed, target_layers: int, *, depths: int, decay: float = 0.8) -> Lesson:
+    """The lesson of a head.
+
+    Args:
+        head: of any kind.
+        lent: parts of the target.
+        target_layers: of the target.
+        depths: for an EAGLE head, which has no depth of its own.
+        decay: see `Lesson`.
+    """
+    if isinstance(head, EagleHead):
+        return EagleLesson(head, lent, target_layers, depths=depths, decay=decay)
+    if isinstance(head, MedusaHead):
+        return MedusaLesson(head, decay=decay)
+    assert isinstance(head, MLPHead)
+    return MLPLesson(head, decay=decay)
