@@ -36,10 +36,10 @@ import transformers
 import hf_treespec
 from drafts import load_target
 from expected import SettingsError
+from hf_treespec.train import BrokenRunError, OtherRunError, ShardWriter, claim, read_shards
 from promptsource import Prompt, PromptSource
 from real_model import RealModelError, progress_bars_on_terminals_only
 from settings import Arm, Settings
-from shards import BrokenRunError, OtherRunError, ShardWriter, claim, read_shards
 from units import Bench
 from verdict import Verdict, judge
 

@@ -8,31 +8,36 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from hf_treespec.errors import TrainError
 
 __all__ = ["BrokenRunError", "OtherRunError", "ShardWriter", "claim", "read_shards"]
 
 _RUN = "run.json"
 
 
-class OtherRunError(ValueError):
+class OtherRunError(TrainError):
     """The folder holds results of a run with other settings."""
 
 
-class BrokenRunError(ValueError):
+class BrokenRunError(TrainError):
     """The folder holds what no run has written, or the disk has changed."""
 
 
-def claim(folder: Path, fingerprint: str, settings: Mapping[str, Any], *, fresh: bool) -> None:
+def claim(
+    folder: Path, fingerprint: str, settings: Mapping[str, Any], *, fresh: bool, free: Collection[str] = ()
+) -> None:
     """Make the folder this run's, or see that it already is. For one process only.
 
     Args:
         folder: of the results.
         fingerprint: of the settings.
-        settings: written beside it for people.
+        settings: written beside it for people, and to say which of them differs.
         fresh: drop what is there.
+        free: settings that the fingerprint leaves out; "prompts.limit" is `limit` inside of `prompts`.
 
     Raises:
         OtherRunError: if it holds another run.
@@ -48,13 +53,15 @@ def claim(folder: Path, fingerprint: str, settings: Mapping[str, Any], *, fresh:
     run = folder / _RUN
     if run.exists():
         try:
-            found = json.loads(run.read_text())["fingerprint"]
+            told = json.loads(run.read_text())
+            found, before = told["fingerprint"], told.get("settings")
         except (ValueError, TypeError, KeyError) as error:
             raise BrokenRunError(
                 f"{run} cannot be read ({type(error).__name__}: {error}); pass --fresh or another --out"
             ) from error
         if found != fingerprint:
-            raise OtherRunError(f"{folder} holds a run with other settings or prompts; pass --fresh or another --out")
+            now = json.loads(json.dumps(settings, default=list))
+            raise OtherRunError(f"{folder} holds {_other(before, now, free)}; pass --fresh or another --out")
     elif next(folder.glob("shard-*.jsonl"), None) is not None:
         raise OtherRunError(f"{folder} holds results of an unknown run; pass --fresh or another --out")
     else:
@@ -63,8 +70,37 @@ def claim(folder: Path, fingerprint: str, settings: Mapping[str, Any], *, fresh:
         part.rename(run)
 
 
-def read_shards(folder: Path) -> dict[str, dict[str, Any]]:
+def _other(before: Any, now: Mapping[str, Any], free: Collection[str]) -> str:
+    """What tells a folder's run from this one, in words."""
+    if not isinstance(before, Mapping):
+        return "a run with other settings or prompts"
+    there, here = dict(_flat(before)), dict(_flat(now))
+    said = [
+        f"{name} was {there.get(name, 'not set')} there and is {here.get(name, 'not set')} now"
+        for name in {**here, **there}
+        if name not in free and there.get(name) != here.get(name)
+    ]
+    if not said:
+        return "a run with other prompts: what their file holds has changed"
+    return f"a run with other settings: {'; '.join(said)}"
+
+
+def _flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", json.dumps(value)
+
+
+def read_shards(
+    folder: Path, flaw: Callable[[Mapping[str, Any]], str] = lambda record: ""
+) -> dict[str, dict[str, Any]]:
     """All finished units by their key, in the order of the keys.
+
+    Args:
+        folder: of the results.
+        flaw: says what a record lacks, "" if nothing.
 
     Raises:
         BrokenRunError: if a line inside a file is broken, or two lines of one unit differ.
@@ -79,6 +115,8 @@ def read_shards(folder: Path) -> dict[str, dict[str, Any]]:
                 raise BrokenRunError(f"{path}: line {number} is broken: {error}") from error
             if not isinstance(record, dict) or not isinstance(record.get("key"), str):
                 raise BrokenRunError(f"{path}: line {number} is broken: it is no unit of a run")
+            if said := flaw(record):
+                raise BrokenRunError(f"{path}: line {number} is broken: {said}; pass --fresh or another --out")
             if _told(found.setdefault(record["key"], record)) != _told(record):
                 raise BrokenRunError(f"{path}: line {number}: unit {record['key']!r} has been done twice, differently")
     return dict(sorted(found.items()))

@@ -19,10 +19,10 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import distribution
+from hf_treespec.train import read_shards
 from mutants import MUTANTS, mutant
 from promptsource import Prompt
 from settings import Settings
-from shards import read_shards
 from units import Bench
 from verdict import judge
 

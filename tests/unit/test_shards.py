@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shards import OtherRunError, ShardWriter, claim, read_shards
+from hf_treespec.train import BrokenRunError, OtherRunError, ShardWriter, claim, read_shards
 
 
 def write(folder, rank: int, *keys: str) -> None:
@@ -56,6 +56,13 @@ def test_a_broken_line_inside_is_an_error(tmp_path) -> None:
         read_shards(tmp_path)
 
 
+def test_a_record_that_lacks_something_is_an_error(tmp_path) -> None:
+    write(tmp_path, 0, "a", "b")
+    assert list(read_shards(tmp_path, lambda record: "")) == ["a", "b"]
+    with pytest.raises(BrokenRunError, match=r"shard-0000.jsonl: line 2 is broken: no b here; pass --fresh"):
+        read_shards(tmp_path, lambda record: "no b here" if record["key"] == "b" else "")
+
+
 def test_a_folder_belongs_to_one_run(tmp_path) -> None:
     folder = tmp_path / "out"
     claim(folder, "one", {"seed": 1}, fresh=False)
@@ -66,6 +73,21 @@ def test_a_folder_belongs_to_one_run(tmp_path) -> None:
     assert list(read_shards(folder)) == ["a"]
     claim(folder, "two", {"seed": 2}, fresh=True)
     assert read_shards(folder) == {}
+    told = {"seed": 2, "tree": {"max_nodes": 5}, "rules": ("all",), "prompts": {"limit": 3}}
+    claim(folder, "three", told, fresh=True)
+    other = {"seed": 2, "tree": {"max_nodes": 6, "growth": "static"}, "rules": ["coupled"], "prompts": {"limit": 9}}
+    said = (
+        r"other settings: tree.max_nodes was 5 there and is 6 now; tree.growth was not set there and is "
+        r'"static" now; rules was \["all"\] there and is \["coupled"\] now; pass --fresh'
+    )
+    with pytest.raises(OtherRunError, match=said):
+        claim(folder, "four", other, fresh=False, free=("prompts.limit",))
+    with pytest.raises(OtherRunError, match="other prompts: what their file holds has changed; pass --fresh"):
+        claim(folder, "four", {**told, "prompts": {"limit": 9}}, fresh=False, free=("prompts.limit",))
+    (folder / "run.json").write_text('{"fingerprint": "five"}')
+    with pytest.raises(OtherRunError, match="other settings or prompts; pass --fresh"):
+        claim(folder, "four", told, fresh=False)
+    write(folder, 0, "a")
     (folder / "run.json").unlink()
     write(folder, 0, "a")
     with pytest.raises(OtherRunError, match="unknown run"):
