@@ -282,8 +282,8 @@ def _usable(
     found = [one for one in dict.fromkeys(tuple(prompt) for prompt in prompts) if 0 < len(one) <= longest]
     if len(found) < 2:
         raise TrainError(
-            f"prompts: {len(found)} of {len(prompts)} can be used: expected at least 2 different ones of 1 to {longest}"
-            f" tokens, as the target takes {longest + behind} and {behind} are to come"
+            f"prompts: {len(found)} of {len(prompts)} can be used: expected at least 2 different ones, of 1 to "
+            f"{longest} tokens, as the target takes {longest + behind} and {behind} are to come"
         )
     return found
 

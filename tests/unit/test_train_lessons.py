@@ -113,10 +113,7 @@ def test_it_counts_what_calls_of_generate_accept(kind: str, swapped: tuple[int, 
     place, rounds, accepted = 4, 0, 0
     while runs[place] >= 0:
         rounds, accepted, place = rounds + 1, accepted + runs[place], place + runs[place] + 1
-    config = TreeConfig(
-        max_nodes=DEPTHS, max_depth=DEPTHS, max_children=1, growth="static", fallback="off",
-        **({} if kind == "model" else {"draft": "model"}),
-    )  # fmt: skip
+    config = TreeConfig(max_nodes=DEPTHS, max_depth=DEPTHS, max_children=1, growth="static", fallback="off")
     treed = enable(copy.deepcopy(target))
     ids = text.tokens_T[None, :4]
     # The first new token is of the prefill.
