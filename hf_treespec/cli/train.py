@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 __all__ = ["train"]
 
-# Options by the field that an error of the library names.
-_OPTIONS = {
-    "layers": "--layers", "inner_size": "--inner-size", "held_out": "--held-out", "temperatures": "--temperatures",
-    "prompts": "--set", "learning_rate": "--learning-rate",
-}  # fmt: skip
+# Fields that errors of the library name and that are options of the same name; others go by another one.
+_FIELDS = (
+    "kind", "depths", "vocabulary", "layers", "inner_size", "tokens", "held_out", "measured", "new_tokens", "batch",
+    "temperatures", "passes", "epochs", "minutes", "patience", "batch_tokens", "learning_rate",
+)  # fmt: skip
+_OTHERS = {"prompts": "--set", "mixed_precision": "--precision"}
 
 
 def train(
@@ -98,8 +99,7 @@ def train(
                 fresh=fresh,
             )
         except TrainError as error:
-            name = str(error).partition("=")[0].partition(":")[0]
-            raise UsageFault(_OPTIONS.get(name, "--out"), str(error)) from error
+            raise UsageFault(_argument(error, data), str(error)) from error
         if facts is None:
             return
         if as_json:
@@ -114,6 +114,16 @@ def train(
             f"{facts['tokens']} tokens; accepted length {lengths['untrained']:.2f} before and {lengths['best']:.2f} "
             f"after{f'; tokens a round {rounds}' if rounds else ''}"
         )
+
+
+def _argument(error: Exception, data: Path | None) -> str:
+    """The option that an error is about."""
+    from hf_treespec.train import BrokenRunError, OtherRunError
+
+    if isinstance(error, BrokenRunError | OtherRunError):
+        return "--data" if data is not None and str(error).startswith(str(data)) else "--out"
+    name = str(error).partition("=")[0].partition(":")[0]
+    return f"--{name.replace('_', '-')}" if name in _FIELDS else _OTHERS.get(name, "MODEL")
 
 
 def _settings(

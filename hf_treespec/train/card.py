@@ -40,8 +40,8 @@ def write_card(folder: Path, facts: Mapping[str, Any], looks: Sequence[Progress]
         "",
         f"# A draft of kind {facts['kind']} for {facts['target']}",
         "",
-        f"{facts['parameters']:,} weights ({facts['dtype']}), {facts['bytes'] / 1e6:.1f} MB. It proposes trees of tokens, "
-        "of which the target keeps what it would have written itself: a text takes fewer forwards, and stays the same.",
+        f"{facts['parameters']:,} weights ({facts['dtype']}), {facts['bytes'] / 1e6:.1f} MB. It proposes trees of "
+        "tokens, of which the target keeps what it would have written itself: fewer forwards, and the same text.",
         "",
         "```python",
         *_usage(facts["kind"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -69,7 +70,7 @@ class Checkpoints:
             return []
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
-        except (RuntimeError, OSError, ValueError) as error:
+        except (RuntimeError, OSError, ValueError, EOFError, pickle.UnpicklingError) as error:
             raise BrokenRunError(f"{path} cannot be read: {error}; pass --fresh or another --out") from error
         self._draft.load_state_dict(state["draft"])
         self._optimizer.load_state_dict(state["optimizer"])

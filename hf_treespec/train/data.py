@@ -13,17 +13,27 @@ from hf_treespec.draft import Features
 from hf_treespec.errors import TrainError
 from hf_treespec.train.features import Examples, write_features
 from hf_treespec.train.processes import on_first
-from hf_treespec.train.shards import claim
+from hf_treespec.train.shards import OtherRunError, claim
 from hf_treespec.train.texts import Text, TextSettings, count_units, read_texts, write_texts
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedModel
 
-__all__ = ["Report", "TargetData"]
+__all__ = ["Report", "TargetData", "check_held_out"]
 
 # Called with what is being done, how much of it is done, and how much it is in all.
 Report = Callable[[str, int, int], None]
+
+
+def check_held_out(held_out: int, prompts: int) -> None:
+    """Refuse a number of held-out prompts that leaves none for one of both uses.
+
+    Raises:
+        TrainError: naming both numbers.
+    """
+    if not 0 < held_out < prompts:
+        raise TrainError(f"held_out={held_out} of {prompts} prompts: expected at least one, and some to learn from")
 
 
 class TargetData:
@@ -54,10 +64,7 @@ class TargetData:
         accelerator: Accelerator,
         name: str,
     ) -> None:
-        if not 0 < held_out < len(prompts):
-            raise TrainError(
-                f"held_out={held_out} of {len(prompts)} prompts: expected at least one, and some to learn from"
-            )
+        check_held_out(held_out, len(prompts))
         self._folder = folder
         self._model = model
         self._accelerator = accelerator
@@ -66,7 +73,11 @@ class TargetData:
         del about["passes"]
 
         def make() -> None:
-            claim(folder, hashlib.sha256(repr(about).encode()).hexdigest(), about, fresh=False)
+            try:
+                claim(folder, hashlib.sha256(repr(about).encode()).hexdigest(), about, fresh=False)
+            except OtherRunError as error:
+                said = str(error).replace("pass --fresh or another --out", "pass another folder of data")
+                raise OtherRunError(said) from error
             for part in ("texts", "held-out"):
                 (folder / part).mkdir(exist_ok=True)
 

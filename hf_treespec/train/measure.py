@@ -63,18 +63,20 @@ def measure(
     call: dict[str, Any] = {"do_sample": not greedy, "max_new_tokens": new_tokens, "pad_token_id": 0, **sampling}
     counts = [0, 0, 0]
     was = is_enabled(model)
+    mine = [
+        torch.tensor([list(prompt)], device=model.device)
+        for prompt in prompts[accelerator.process_index :: accelerator.num_processes]
+    ]
     try:
-        for prompt in prompts[accelerator.process_index :: accelerator.num_processes]:
-            ids = torch.tensor([list(prompt)], device=model.device)
+        generating: Any = disable(model)
+        plain = [generating.generate(ids, attention_mask=torch.ones_like(ids), **call) for ids in mine if greedy]
+        generating = enable(model)
+        for place, ids in enumerate(mine):
             call["attention_mask"] = torch.ones_like(ids)
-            generating: Any = disable(model)
-            plain = generating.generate(ids, **call) if greedy else None
-            generating = enable(model)
             text = generating.generate(ids, assistant_model=draft, tree_config=tree, **call)
-            stats = generating.treespec_stats
-            counts[0] += stats.round_tokens
-            counts[1] += stats.row_rounds
-            counts[2] += int(greedy and torch.equal(plain, text))
+            counts[0] += generating.treespec_stats.round_tokens
+            counts[1] += generating.treespec_stats.row_rounds
+            counts[2] += int(greedy and torch.equal(plain[place], text))
     finally:
         (enable if was else disable)(model)
     told = torch.tensor([counts], device=accelerator.device)

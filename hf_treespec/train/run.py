@@ -21,7 +21,7 @@ from hf_treespec.draft import DraftHead
 from hf_treespec.errors import TrainError, UnsupportedModelError
 from hf_treespec.train.card import write_card
 from hf_treespec.train.checkpoints import Progress
-from hf_treespec.train.data import TargetData
+from hf_treespec.train.data import TargetData, check_held_out
 from hf_treespec.train.fresh import frequent_ids
 from hf_treespec.train.kinds import lesson_of, new_draft, save
 from hf_treespec.train.loop import fit
@@ -156,6 +156,7 @@ class _Run:
         self._prompts = _usable(model, prompts, settings)
         self._left_out = len(prompts) - len(self._prompts)
         self._held_out = settings.held_out_of(len(self._prompts))
+        check_held_out(self._held_out, len(self._prompts))
         self._folder = folder
         self._settings = settings
         self._accelerator = accelerator

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -92,5 +93,6 @@ class TrainSettings:
         return min(64, max(1, prompts // 10)) if self.held_out is None else self.held_out
 
     def to_dict(self) -> dict[str, Any]:
-        """All of them, ready for JSON."""
-        return {**asdict(self), "loop": asdict(self.loop_settings())}
+        """All of them, as JSON has them."""
+        plain: dict[str, Any] = json.loads(json.dumps({**asdict(self), "loop": asdict(self.loop_settings())}))
+        return plain

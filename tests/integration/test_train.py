@@ -157,7 +157,9 @@ def small(accelerator: Accelerator) -> Train:
     def run(folder: Path, report: Any = None, **changes: Any) -> Any:
         model = changes.pop("model", None) or learnable()
         settings = changes.pop("settings", SMALL)
-        return train_draft(model, changes.pop("prompts", prompts(30)), folder, settings, accelerator, report, **changes)
+        return train_draft(
+            model, changes.pop("prompts", prompts(30)), folder, settings, accelerator, report, **changes
+        )
 
     return run
 
@@ -283,7 +285,7 @@ def test_the_command_and_its_faults(target: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0 and f"{tmp_path / 'run' / 'draft'}: mlp, " in done.stdout, done.stderr
     assert "step 0 of" in done.stderr and "accepted length" in done.stdout
     one_error(run("--depths", 3), "--out: ", "depths was 2 there and is 3 now; pass --fresh or another --out")
-    one_error(run("--kind", "eagle"), "kind='eagle': expected one of eagle3, medusa, mlp, model")
+    one_error(run("--kind", "eagle"), "--kind: ", "expected one of eagle3, medusa, mlp, model")
     one_error(run("--temperatures", "0,x"), "--temperatures: '0,x'")
     one_error(run("--layers", "1,2"), "--layers: ")
     one_error(run("--held-out", 14), "--held-out: held_out=14 of 14 prompts")

@@ -162,7 +162,9 @@ def test_the_loss_is_the_cross_entropy_of_both_laws(target: PreTrainedModel) -> 
         for place in range(max(2, depth + 2), 11):
             known = {
                 ids.index(token): chance
-                for token, chance in zip(text.likely_TK[place - 1].tolist(), text.logp_TK[place - 1].exp(), strict=True)
+                for token, chance in zip(
+                    text.likely_TK[place - 1].tolist(), text.logp_TK[place - 1].exp(), strict=True
+                )
                 if token in ids
             }
             mass = float(sum(known.values()))

@@ -88,7 +88,13 @@ class Killed(Exception):
 
 
 def run(
-    kind: str, target: PreTrainedModel, folder: Path, accelerator: Accelerator, *, kill: int | None = None, **changes: Any
+    kind: str,
+    target: PreTrainedModel,
+    folder: Path,
+    accelerator: Accelerator,
+    *,
+    kill: int | None = None,
+    **changes: Any,
 ) -> tuple[dict[str, Tensor], list[Progress]]:
     folder.mkdir(exist_ok=True)
     lesson = make(kind, target)
@@ -176,7 +182,7 @@ def test_an_oracle_on_held_out_texts(target: PreTrainedModel, accelerator: Accel
 
 
 def test_a_loss_that_is_no_number_is_told(target: PreTrainedModel, tmp_path: Path, accelerator: Accelerator) -> None:
-    with pytest.raises(TrainError, match="the loss is nan after 1 steps"):
+    with pytest.raises(TrainError, match="the loss is (nan|inf) after 2 steps"):
         run("medusa", target, tmp_path, accelerator, learning_rate=1e30, clip=1e30, judge_every=1, epochs=9)
 
 
