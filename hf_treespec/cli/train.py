@@ -72,7 +72,7 @@ def train(
     """Train a draft for the model on its own texts, and write it with a card. Once more, it resumes a stopped run."""
     # Of several processes the first speaks, before accelerate is asked too.
     with faults_reported(quiet=int(os.environ.get("RANK", "0")) > 0):
-        from hf_treespec.errors import TrainError
+        from hf_treespec.errors import TrainError, TreeConfigError
 
         loop = {
             "epochs": epochs, "minutes": minutes, "patience": patience, "batch_tokens": batch_tokens,
@@ -98,7 +98,7 @@ def train(
                 data=data,
                 fresh=fresh,
             )
-        except TrainError as error:
+        except (TrainError, TreeConfigError) as error:
             raise UsageFault(_argument(error, data), str(error)) from error
         if facts is None:
             return

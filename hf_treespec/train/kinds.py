@@ -61,10 +61,10 @@ def _new_head(target: PreTrainedModel, ids_V: Tensor | None, settings: TrainSett
 
 
 def _read_layers(layers: int) -> tuple[int, ...]:
-    """The usual hidden states; of a target with few layers the last ones."""
+    """The usual hidden states; of a target with few layers the last ones. The layout has no name for state 0."""
     usual = (2, layers // 2, layers - 3)
-    few = len(set(usual)) < _STATES or not all(0 <= layer < layers for layer in usual)
-    return tuple(range(max(0, layers - _STATES), layers)) if few else usual
+    few = len(set(usual)) < _STATES or not all(0 < layer < layers for layer in usual)
+    return tuple(range(max(1, layers - _STATES), layers)) if few else usual
 
 
 def lesson_of(draft: nn.Module, target: PreTrainedModel, settings: TrainSettings) -> Lesson:

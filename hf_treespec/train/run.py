@@ -6,6 +6,7 @@ import hashlib
 import json
 import platform
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -257,7 +258,7 @@ class _Run:
         return result
 
     def _try(self) -> None:
-        """Let an untrained draft draft once, so that what cannot be served is refused before hours of work."""
+        """Let an untrained draft draft once, and write it, so that what fails does so before hours of work."""
         model, settings = self._model, self._settings
         ids = range(min(settings.vocabulary, _compat.vocabulary_size(model)))
         draft: Any = new_draft(model, ids, settings).to(model.device, model.dtype).eval()
@@ -270,6 +271,13 @@ class _Run:
             generating: Any = enable(model)
             generating.generate(prompt, assistant_model=draft, tree_config=tree, max_new_tokens=4, **call)
         disable(model)
+
+        def write() -> None:
+            with tempfile.TemporaryDirectory() as folder:
+                save(draft, Path(folder), target=self._name, ids=ids, tokenizer=None)
+
+        if isinstance(draft, DraftHead):
+            on_first(self._accelerator, write)
 
 
 def _usable(

@@ -139,12 +139,12 @@ def test_parts_serve_runs_of_more_and_of_fewer_texts(tmp_path: Path, monkeypatch
     assert wrote(6) == []
     whole = Examples(tmp_path, 11)
     assert [whole[index].tokens_T.tolist() for index in range(11)] == [[*t.prompt, *t.new] for t in TEXTS]
+    assert pickle.loads(pickle.dumps(whole))[3].tokens_T.tolist() == whole[3].tokens_T.tolist()
     # What is there is of other texts.
     write_features(model, TEXTS[1:5], tmp_path, features)
     assert Examples(tmp_path, 4)[0].tokens_T.tolist() == [*TEXTS[1].prompt, *TEXTS[1].new]
     with pytest.raises(TrainError, match="expected 4 parts"):
         Examples(tmp_path, 13)
-    assert pickle.loads(pickle.dumps(whole))[3].tokens_T.tolist() == whole[3].tokens_T.tolist()
 
 
 def test_batches_hold_every_text_once(tmp_path: Path) -> None:

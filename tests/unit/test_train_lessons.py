@@ -157,7 +157,8 @@ def test_the_loss_is_the_cross_entropy_of_both_laws(target: PreTrainedModel) -> 
     total, count = made(stacked([text]))
     ids = draft.ids.tolist()
     expected, weights = 0.0, 0.0
-    laws = draft(text.features_TF[None, :-1], text.tokens_T[None, 1:], Borrowed.of(target), steps=DEPTHS)
+    with torch.no_grad():
+        laws = draft(text.features_TF[None, :-1], text.tokens_T[None, 1:], Borrowed.of(target), steps=DEPTHS)
     for depth, logits in enumerate(laws):
         for place in range(max(2, depth + 2), 11):
             known = {

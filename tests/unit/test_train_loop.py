@@ -19,6 +19,7 @@ from hf_treespec import _compat
 from hf_treespec.draft import Borrowed
 from hf_treespec.errors import TrainError
 from hf_treespec.train import LoopSettings, Progress
+from hf_treespec.train.batches import batches
 from hf_treespec.train.features import Example
 from hf_treespec.train.fresh import fresh_eagle, fresh_medusa, fresh_mlp
 from hf_treespec.train.lessons import Lesson, head_lesson
@@ -160,16 +161,14 @@ def test_a_time_limit(target: PreTrainedModel, tmp_path: Path, accelerator: Acce
 
 def test_the_order_of_all_epochs_from_any_step_on(target: PreTrainedModel) -> None:
     """Epochs may have unequal numbers of batches."""
-    examples: Any = texts(make("medusa", target), target, 23)
-    settings = LoopSettings(epochs=6, batch_tokens=50)
-    from hf_treespec.train.batches import batches
-
-    sizes = [len(batches(examples, 50, seed=0, epoch=epoch)) for epoch in range(6)]
+    examples: Any = texts(make("medusa", target), target, 60)
+    settings = LoopSettings(epochs=6, batch_tokens=30)
+    sizes = [len(batches(examples, 30, seed=0, epoch=epoch)) for epoch in range(6)]
     assert len(set(sizes)) > 1
     whole = list(_from(0, examples, settings, sizes))
     assert len(whole) == sum(sizes)
     for epoch, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False):
-        assert sorted(index for batch in whole[epoch : epoch + size] for index in batch) == list(range(23))
+        assert sorted(index for batch in whole[epoch : epoch + size] for index in batch) == list(range(60))
     for step in range(len(whole) + 1):
         assert list(_from(step, examples, settings, sizes)) == whole[step:]
 
