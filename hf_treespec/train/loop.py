@@ -35,7 +35,7 @@ class LoopSettings:
         warmup: share of the steps.
         weight_decay: of AdamW.
         clip: largest norm of the gradient.
-        judge_every: steps between looks at the held-out texts; None for about ten an epoch.
+        judge_every: steps between looks at the held-out texts; None for a quarter of an epoch, and 20 at least.
         patience: end after so many looks without a longer accepted length.
         minutes: end after so many minutes of training; None without a bound.
         seed: of the order of the texts.
@@ -123,7 +123,7 @@ def fit(
         for epoch in range(settings.epochs)
     ]
     steps = sum(sizes)
-    every = settings.judge_every or max(1, sizes[0] // 10)
+    every = settings.judge_every or max(20, sizes[0] // 4)
     lesson.float().eval()
     weights = [p for p in lesson.parameters() if p.requires_grad]
     optimizer: Any = torch.optim.AdamW(

@@ -79,7 +79,9 @@ QUICK = (
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_learns(kind: str, target: Path, tmp_path: Path) -> None:
     """At least one more token a round than an untrained one, in less than two minutes."""
-    result = CliRunner().invoke(app, command(target, tmp_path / "run", "--kind", kind, "--json", *QUICK))
+    # Medusa heads have to unlearn what they begin with.
+    longer = ("--epochs", 40) if kind == "medusa" else ()
+    result = CliRunner().invoke(app, command(target, tmp_path / "run", "--kind", kind, "--json", *QUICK, *longer))
     assert result.exit_code == 0, result.stderr
     facts = json.loads(result.stdout)
     assert facts["accepted_length"]["best"] >= facts["accepted_length"]["untrained"] + 1, facts
