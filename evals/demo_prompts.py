@@ -29,23 +29,28 @@ from real_model import load_smollm2, progress_bars_on_terminals_only
 # How a user's message may begin: code, numbers, questions, texts to write, texts to change.
 STARTS = {
     "code": """Write a Python function that|Write a Python class for|Fix the bug in this code:
-Explain this Python code:|How do I read a file in Python and|Write a JavaScript function to|Write a SQL query that
-Implement|Refactor this function so that|Write unit tests for|Write a shell script that|Given a list of integers,
-Write a function to check whether|What does this code print?|Add type hints to|Convert this code to Python:
-Write a recursive function|Write a program that reads|Here is my code:|How can I sort""",
-    "numbers": """A farmer has|A train leaves|Anna bought|If a shop sells|There are|Tom is|A recipe needs|Solve for x:
-What is the sum of|A rectangle has|How many|A class of|Maria earns|At a bakery,|A tank holds|Every week, Ben
-The price of a|A bus carries|In a garden there are|Calculate|A runner covers|Half of the|A library owns|Leo and Nora share""",
+Explain this Python code:|How do I read a file in Python and|Write a JavaScript function to
+Write a SQL query that|Implement|Refactor this function so that|Write unit tests for|Write a shell script that
+Given a list of integers,|Write a function to check whether|What does this code print?|Add type hints to
+Convert this code to Python:|Write a recursive function|Write a program that reads|Here is my code:
+How can I sort""",
+    "numbers": """A farmer has|A train leaves|Anna bought|If a shop sells|There are|Tom is|A recipe needs
+Solve for x:|What is the sum of|A rectangle has|How many|A class of|Maria earns|At a bakery,|A tank holds
+Every week, Ben|The price of a|A bus carries|In a garden there are|Calculate|A runner covers|Half of the
+A library owns|Leo and Nora share""",
     "questions": """What is|Why do|How does|Explain how|What are the main differences between|Can you explain
-Who was|When did|What causes|Tell me about|Is it true that|Describe the process of|What would happen if|Compare
-Define|List five|Give me three reasons|What should I|Help me understand|Where can I""",
-    "writing": """Write a short story about|Write an email to|Write a poem about|Draft a letter|Describe a product for|Compose a speech|Imagine that you are|Write a dialogue between|Create a recipe for|Plan a trip to
-Suggest names for|Write a blog post about|Pretend to be|Write a review of|Create a weekly schedule for|Design a game
-Give me ideas for|Write instructions for|Act as a|Write a summary of""",
-    "changing": """Rewrite this sentence:|Translate to French:|Summarize the following text:|Make this email more polite:
-Correct the grammar:|Classify the sentiment of|Extract all names from|Turn this into bullet points:|Shorten this paragraph:
-Sort these words|Here is a paragraph:|Convert this table to JSON:|Continue this story:|Find the mistakes in
-Rename the variables in this code:|Identify the topic of|Paraphrase:|Put these events in order:|Edit this text:|Expand on""",
+Who was|When did|What causes|Tell me about|Is it true that|Describe the process of|What would happen if
+Compare|Define|List five|Give me three reasons|What should I|Help me understand|Where can I""",
+    "writing": """Write a short story about|Write an email to|Write a poem about|Draft a letter
+Describe a product for|Compose a speech|Imagine that you are|Write a dialogue between|Create a recipe for
+Plan a trip to|Suggest names for|Write a blog post about|Pretend to be|Write a review of
+Create a weekly schedule for|Design a game|Give me ideas for|Write instructions for|Act as a
+Write a summary of""",
+    "changing": """Rewrite this sentence:|Translate to French:|Summarize the following text:
+Make this email more polite:|Correct the grammar:|Classify the sentiment of|Extract all names from
+Turn this into bullet points:|Shorten this paragraph:|Sort these words|Here is a paragraph:
+Convert this table to JSON:|Continue this story:|Find the mistakes in|Rename the variables in this code:
+Identify the topic of|Paraphrase:|Put these events in order:|Edit this text:|Expand on""",
 }
 _WORDS = 8
 

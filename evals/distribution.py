@@ -38,11 +38,11 @@ import transformers
 import hf_treespec
 from drafts import load_target
 from expected import SettingsError
+from hf_treespec.train import BrokenRunError, OtherRunError, ShardWriter, claim, read_shards
 from injection import as_table, bugs_named, inject_each, write_table
 from promptsource import Prompt, PromptSource
 from real_model import RealModelError, progress_bars_on_terminals_only
 from settings import FREE, Arm, Settings
-from shards import BrokenRunError, OtherRunError, ShardWriter, claim, read_shards
 from units import Bench, flaw
 from verdict import Verdict, judge
 

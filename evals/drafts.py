@@ -19,6 +19,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from expected import SettingsError
+from hf_treespec.errors import TrainError
+from hf_treespec.train import cut_model
 from real_model import load_smollm2
 
 __all__ = ["load_target", "make_draft"]
@@ -62,7 +64,10 @@ def make_draft(spec: str, target: PreTrainedModel, seed: int) -> PreTrainedModel
         kept = [n for n in range(count) if (n < int(first) if kind == "layers" else not int(first) <= n < int(last))]
         if not 0 < len(kept) < count:
             raise SettingsError(f"drafts: {spec!r}: keeps {len(kept)} of {count} layers")
-        return _of_layers(target, kept)
+        try:
+            return cut_model(target, kept)
+        except TrainError as error:
+            raise SettingsError(f"drafts: {spec!r}: {error}") from error
     return _loaded("drafts", spec, target.dtype)
 
 
@@ -82,22 +87,3 @@ def _noisy(target: PreTrainedModel, share: float, seed: int) -> PreTrainedModel:
             if weight.dim() > 1:
                 weight += share * weight.std() * torch.randn(weight.shape, generator=dice).to(weight)
     return draft
-
-
-def _of_layers(target: PreTrainedModel, kept: list[int]) -> PreTrainedModel:
-    config = copy.deepcopy(target.config)
-    config.num_hidden_layers = len(kept)
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[n] for n in kept]
-    draft = type(target)(config).to(target.dtype)
-    place = {old: new for new, old in enumerate(kept)}
-    state = {}
-    for key, value in target.state_dict().items():
-        found = re.match(r"(.*\.(?:layers|h|block)\.)(\d+)(\..*)", key)
-        if found is None:
-            state[key] = value
-        elif int(found[2]) in place:
-            state[f"{found[1]}{place[int(found[2])]}{found[3]}"] = value
-    draft.load_state_dict(state)
-    draft.generation_config = copy.deepcopy(target.generation_config)
-    return draft.eval()

@@ -1,4 +1,4 @@
-"""The command line: `treespec generate | bench | doctor | env`."""
+"""The command line: `treespec generate | bench | index | skips | train | doctor | env`."""
 
 from __future__ import annotations
 

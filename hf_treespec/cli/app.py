@@ -12,6 +12,7 @@ from hf_treespec.cli.env import env
 from hf_treespec.cli.generate import generate
 from hf_treespec.cli.index import index
 from hf_treespec.cli.skips import skips
+from hf_treespec.cli.train import train
 
 __all__ = ["app"]
 
@@ -42,5 +43,5 @@ def _root(
     """Options of `treespec` itself."""
 
 
-for _command in (generate, bench, index, skips, doctor, env):
+for _command in (generate, bench, index, skips, train, doctor, env):
     app.command()(_command)

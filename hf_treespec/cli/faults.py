@@ -34,19 +34,24 @@ def one_line(message: object) -> str:
 
 
 @contextmanager
-def faults_reported() -> Iterator[None]:
-    """Turn the errors that a user can cause into one line and an exit code: 1 refused model, 2 usage."""
+def faults_reported(*, quiet: bool = False) -> Iterator[None]:
+    """Turn the errors that a user can cause into one line and an exit code: 1 refused model, 2 usage.
+
+    Args:
+        quiet: leave the line to another process, which has the same fault.
+    """
     try:
         yield
     except UsageFault as fault:
-        _end(fault, EXIT_USAGE)
+        _end(fault, EXIT_USAGE, quiet)
     except UnsupportedCallError as error:
-        _end(error, EXIT_USAGE)
+        _end(error, EXIT_USAGE, quiet)
     except UnsupportedModelError as error:
-        _end(error, EXIT_REFUSED)
+        _end(error, EXIT_REFUSED, quiet)
 
 
-def _end(error: Exception, code: int) -> None:
-    typer.echo(f"treespec: error: {one_line(error)}", err=True)
+def _end(error: Exception, code: int, quiet: bool) -> None:
+    if not quiet:
+        typer.echo(f"treespec: error: {one_line(error)}", err=True)
     # Not chained: typer.Exit carries the code out, and the cause is told.
     raise typer.Exit(code) from None

@@ -1,17 +1,17 @@
-"""Batches of examples: in an order that seed and epoch fix, each of about as many tokens."""
+"""Batches of examples: in an order that seed and epoch fix, each of about as many tokens, shared by all processes."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from hf_treespec.train.features import Example, Examples
 
-__all__ = ["Batch", "batches", "stacked"]
+__all__ = ["Batch", "batches", "share", "stacked"]
 
 # Texts are sorted by length among so many batches.
 _SORTED = 16
@@ -61,26 +61,30 @@ def stacked(examples: Sequence[Example]) -> Batch:
     )
 
 
-def batches(
-    examples: Examples, tokens: int, *, seed: int, epoch: int, rank: int = 0, world: int = 1
-) -> list[list[int]]:
-    """Indices of the examples of each batch of this process in an epoch; every process has as many.
+def batches(examples: Examples, tokens: int, *, seed: int, epoch: int) -> list[list[int]]:
+    """Indices of the examples of each batch of an epoch.
 
     Args:
         examples: all.
         tokens: at most so many in a batch, padding counted, unless one text alone has more.
         seed: of the run.
         epoch: from 0.
-        rank: of this process.
-        world: how many processes there are.
     """
     dice = random.Random(f"{seed}.{epoch}")
     order = list(range(len(examples)))
     dice.shuffle(order)
     found = list(_cut(examples, order, tokens))
     dice.shuffle(found)
-    whole = len(found) - len(found) % world
-    return found[rank:whole:world] if whole else found
+    return found
+
+
+def share(examples: Examples, batch: Sequence[int], rank: int, world: int) -> Batch:
+    """What one of several processes reads of a batch; where there are too few, a text of which nothing is learnt."""
+    mine = batch[rank::world]
+    if mine:
+        return stacked([examples[index] for index in mine])
+    nothing = stacked([examples[batch[0]]])
+    return replace(nothing, new_BT=torch.zeros_like(nothing.new_BT))
 
 
 def _cut(examples: Examples, order: list[int], tokens: int) -> Iterator[list[int]]:

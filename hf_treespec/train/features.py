@@ -71,30 +71,35 @@ def write_features(
 
     Args:
         model: the target, in evaluation mode.
-        texts: all of them; the same and in the same order whenever the folder is used. Texts may be added behind.
+        texts: all of them, in an order that other runs of the folder share: one may have more of them than another.
         folder: of the parts; it exists.
         features: which hidden states.
         rank: of this process.
         world: how many processes share the work.
-        report: called with the tokens of each part.
+        report: called after each part with the texts up to it.
     """
     for number, first in enumerate(range(0, len(texts), _TEXTS)):
         of_part = texts[first : first + _TEXTS]
         path = _part(folder, number)
-        if number % world != rank or (path.exists() and _texts_in(path) == len(of_part)):
+        if number % world != rank or (path.exists() and _holds(path, of_part)):
             continue
         made = [_read(model, batch, features) for batch in _batches(of_part)]
         tensors = {name: torch.cat([part[name] for part in made]) for name in made[0]}
-        unfinished = path.with_suffix(".unfinished")
+        # A name of its own: another run may be writing the same part.
+        unfinished = path.with_suffix(f".unfinished-{os.getpid()}")
         save_file(tensors, unfinished)
         os.replace(unfinished, path)
         if report is not None:
-            report(len(tensors["tokens"]))
+            report(first + len(of_part))
 
 
-def _texts_in(path: Path) -> int:
+def _holds(path: Path, texts: Sequence[Text]) -> bool:
+    """Whether a part begins with these texts; where it ends too early it is written anew."""
     with safe_open(path, "pt") as file:
-        return int(file.get_slice("lengths").get_shape()[0])
+        lengths, prompts = (file.get_tensor(name)[: len(texts)].tolist() for name in ("lengths", "prompts"))
+        tokens = file.get_slice("tokens")[: sum(lengths)].tolist()
+    wanted = [token for text in texts for token in (*text.prompt, *text.new)]
+    return bool(prompts == [len(text.prompt) for text in texts] and tokens == wanted)
 
 
 def _batches(texts: Sequence[Text]) -> list[list[Text]]:
@@ -150,17 +155,18 @@ class Examples:
 
     Args:
         folder: of the parts.
+        count: how many texts; the folder may hold more.
 
     Raises:
-        TrainError: if there are none, or one in between is missing.
+        TrainError: if some are missing.
     """
 
-    def __init__(self, folder: Path) -> None:
-        paths = sorted(folder.glob("part-*.safetensors"))
-        if not paths or [_part(folder, number) for number in range(len(paths))] != paths:
-            raise TrainError(f"{folder}: expected parts 0 to {len(paths) - 1}; let the features be written anew")
-        self._paths = paths
-        self._files: dict[Path, Any] = {}
+    def __init__(self, folder: Path, count: int) -> None:
+        paths = [_part(folder, number) for number in range(-(-count // _TEXTS))]
+        if not count or not all(path.exists() for path in paths):
+            raise TrainError(f"{folder}: expected {len(paths)} parts of features; let them be written again")
+        # Open files by process and path: what is mapped before a fork is none of the child's.
+        self._files: dict[tuple[int, Path], Any] = {}
         # Of each text its part and where its tokens lie there.
         self._places: list[tuple[Path, int, int, int]] = []
         for path in paths:
@@ -170,6 +176,11 @@ class Examples:
             for length, prompt in zip(lengths, prompts, strict=True):
                 self._places.append((path, start, start + length, prompt))
                 start += length
+        if len(self._places) < count:
+            raise TrainError(
+                f"{folder}: {len(self._places)} of {count} texts are there; let features be written again"
+            )
+        del self._places[count:]
 
     def __len__(self) -> int:
         return len(self._places)
@@ -179,14 +190,20 @@ class Examples:
         _, start, end, _ = self._places[index]
         return end - start
 
-    def new_tokens(self) -> int:
-        """Tokens of all texts that are not of a prompt."""
-        return sum(end - start - prompt for _, start, end, prompt in self._places)
+    def new_tokens(self, index: int) -> int:
+        """Tokens of a text that are not of its prompt."""
+        _, start, end, prompt = self._places[index]
+        return end - start - prompt
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_files": {}}
 
     def __getitem__(self, index: int) -> Example:
+        """One text."""
         path, start, end, prompt = self._places[index]
-        if path not in self._files:
-            self._files[path] = safe_open(path, "pt")
-        part = self._files[path]
+        key = os.getpid(), path
+        if key not in self._files:
+            self._files[key] = safe_open(path, "pt")
+        part = self._files[key]
         cut = {name: part.get_slice(name)[start:end] for name in ("tokens", "features", "likely", "logp")}
         return Example(cut["tokens"].long(), prompt, cut["features"], cut["likely"].long(), cut["logp"].float())

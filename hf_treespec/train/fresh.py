@@ -21,23 +21,20 @@ if TYPE_CHECKING:
 __all__ = ["frequent_ids", "fresh_eagle", "fresh_medusa", "fresh_mlp"]
 
 
-def frequent_ids(texts: Iterable[Text], size: int, vocab_size: int) -> Tensor | None:
-    """int64 ids that the target writes most often, in rising order; None if that is all of them.
+def frequent_ids(texts: Iterable[Text], size: int, vocab_size: int) -> list[int]:
+    """Ids that the target writes most often, the most frequent first.
 
     Args:
         texts: of the target.
-        size: how many.
+        size: how many; all of the target's at most.
         vocab_size: of the target.
     """
-    if size >= vocab_size:
-        return None
     counts = Counter(token for text in texts for token in text.new)
-    seen = [token for token, _ in counts.most_common(size)]
+    # Of equally frequent ones the lower first, whatever the order of the texts.
+    seen = sorted(counts, key=lambda token: (-counts[token], token))
     # Where the texts hold too few, ids from the front: tokenizers number frequent ones first.
     more = (token for token in range(vocab_size) if token not in counts)
-    while len(seen) < size:
-        seen.append(next(more))
-    return torch.tensor(sorted(seen))
+    return [*seen, *more][: min(size, vocab_size)]
 
 
 def _rows(target: PreTrainedModel, ids_V: Tensor | None) -> Tensor:
@@ -51,34 +48,44 @@ def _rows(target: PreTrainedModel, ids_V: Tensor | None) -> Tensor:
 
 
 def layer_config(target: PreTrainedModel, intermediate_size: int | None = None) -> PreTrainedConfig:
-    """Config of a decoder of one layer as wide as the target: a Llama's, of its heads where it has such."""
+    """Config of a decoder of one layer as wide as the target: a Llama's, with the target's heads where they fit."""
     config = target.config.get_text_config(decoder=True)
     width = _compat.hidden_size(target)
-    heads = int(getattr(config, "num_attention_heads", 0) or max(1, width // 64))
-    if width % heads:
-        heads = next(count for count in range(max(1, width // 64), 0, -1) if width % count == 0)
+    own = getattr(config, "num_attention_heads", None)
+    usual = range(max(1, width // 64), 0, -1)
+    # Rotary positions need heads of an even size.
+    heads = next((n for n in (own, *usual) if isinstance(n, int) and n and width % n == 0 and width // n % 2 == 0), 0)
+    if not heads:
+        raise TrainError(f"the target's hidden size is {width}: an EAGLE head needs an even one; train kind='medusa'")
+    groups = getattr(config, "num_key_value_heads", None)
+    fits = heads == own and isinstance(groups, int) and groups and heads % groups == 0
+    inner = getattr(config, "intermediate_size", None)
     settings: dict[str, Any] = {
         "vocab_size": _compat.vocabulary_size(target),
         "hidden_size": width,
-        "intermediate_size": intermediate_size or int(getattr(config, "intermediate_size", 0) or 4 * width),
+        "intermediate_size": intermediate_size or (inner if isinstance(inner, int) and inner else 4 * width),
         "num_hidden_layers": 1,
         "num_attention_heads": heads,
-        "num_key_value_heads": heads,
+        "num_key_value_heads": groups if fits else heads,
         "head_dim": width // heads,
-        "max_position_embeddings": int(getattr(config, "max_position_embeddings", 0) or 4096),
-        "rms_norm_eps": float(getattr(config, "rms_norm_eps", 1e-5)),
+        "max_position_embeddings": _compat.max_positions(target) or 4096,
+        "rms_norm_eps": float(getattr(config, "rms_norm_eps", None) or 1e-5),
+        # The target's frequencies; not what it does to them for long texts, of which kinds are many.
+        "rope_parameters": {"rope_type": "default", "rope_theta": _theta(config)},
         "tie_word_embeddings": False,
     }
-    if width // heads * heads == width and (width // heads) % 2:
-        raise TrainError(f"hidden size {width} over {heads} heads leaves an odd head; no rotary positions fit")
-    groups = getattr(config, "num_key_value_heads", None)
-    if groups and heads == getattr(config, "num_attention_heads", 0) and heads % int(groups) == 0:
-        settings["num_key_value_heads"] = int(groups)
-    for name in ("rope_parameters", "bos_token_id", "eos_token_id", "pad_token_id"):
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = getattr(config, name, None)
         if value is not None:
             settings[name] = copy.deepcopy(value)
     return _compat.make_config("llama", settings)
+
+
+def _theta(config: PreTrainedConfig) -> float:
+    told = getattr(config, "rope_parameters", None) or {}
+    # Some have one set for each kind of layer.
+    theta = told.get("rope_theta") or (told.get("full_attention") or {}).get("rope_theta")
+    return float(theta or getattr(config, "rope_theta", None) or 10_000.0)
 
 
 def fresh_eagle(
@@ -144,22 +151,30 @@ def fresh_medusa(target: PreTrainedModel, ids_V: Tensor | None, *, heads: int = 
     )
     rows = _rows(target, ids_V)
     with torch.no_grad():
-        for linear in head.heads:
-            linear.weight.copy_(rows)  # type: ignore[operator, union-attr]
-        for stack in head.blocks:
-            for layer in stack:  # type: ignore[union-attr]
-                layer.linear.weight.zero_()
-                layer.linear.bias.zero_()
+        for name, weight in head.named_parameters():
+            if name.startswith("heads."):
+                weight.copy_(rows)
+            else:
+                weight.zero_()
     return head
 
 
-def fresh_mlp(target: PreTrainedModel, *, stages: int = 4, inner_size: int | None = None) -> MLPHead:
+def fresh_mlp(
+    target: PreTrainedModel, ids_V: Tensor | None, *, stages: int = 4, inner_size: int | None = None
+) -> MLPHead:
     """A recurrent MLP head with the same weights in all stages."""
-    return MLPHead(
+    head = MLPHead(
         _compat.hidden_size(target),
         _compat.vocabulary_size(target),
         inner_size=inner_size,
         stages=stages,
         tied=True,
         scale_input=True,
+        ids_V=ids_V,
     )
+    with torch.no_grad():
+        for name, weight in head.named_parameters():
+            # So that state and token come in in the shares that the head is built for.
+            if not name.startswith("ln."):
+                weight.normal_(std=head.inner_size**-0.5)
+    return head

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hf_treespec.draft import Borrowed, DraftHead, EagleHead, Features, MedusaHead, MLPHead
 from hf_treespec.train.batches import Batch
 
-__all__ = ["EagleLesson", "Lesson", "MLPLesson", "MedusaLesson", "ModelLesson"]
+__all__ = ["EagleLesson", "Lesson", "MLPLesson", "MedusaLesson", "ModelLesson", "head_lesson"]
 
 
 class Laws(NamedTuple):
@@ -69,8 +69,8 @@ class Lesson(nn.Module):
         """Depth by depth, of tokens that the target wrote."""
         raise NotImplementedError
 
-    def forward(self, batch: Batch) -> Tensor:
-        """Mean cross entropy of the target's law and the draft's, over depths and tokens.
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Cross entropy of the target's laws and the draft's, summed over depths and tokens, and the sum of weights.
 
         Both are compared on the ids that the draft knows and that are among the likely ones.
         """
@@ -85,35 +85,41 @@ class Lesson(nn.Module):
         total = batch.logp_BTK.new_zeros(())
         count = batch.logp_BTK.new_zeros(())
         for depth, (places, logits) in enumerate(self.laws(batch)):
-            said = logits.float().log_softmax(-1).gather(-1, likely[places].clamp(min=0))
+            logits = logits.float()
+            said = logits.gather(-1, likely[places].clamp(min=0)) - logits.logsumexp(-1, keepdim=True)
             weight = weight_BT[places] * self.decay**depth
             total = total - ((chances[places] * said).sum(-1) * weight).sum()
             count = count + weight.sum()
-        return total / count.clamp(min=1.0)
+        return total, count
 
     @torch.no_grad()
-    def accepted(self, batch: Batch) -> tuple[int, int]:
-        """Over all roots of the batch how many drafted tokens a chain would have accepted, and how many roots there are.
+    def runs(self, batch: Batch) -> Tensor:
+        """Of each token, as the root of a greedy chain, how many drafted tokens would be accepted.
 
-        A root is a token with `depths` tokens of the target's own behind it.
+        Returns:
+            int64 `[B, T]`; -1 where no round with `depths` tokens of the target's own behind the root could begin: a
+            root is a token that the target wrote itself, since the prefill gives the first.
         """
-        place_of = self.get_buffer("place_of")
-        truth = place_of[batch.tokens_BT]
+        truth = self.get_buffer("place_of")[batch.tokens_BT]
         length = batch.tokens_BT.shape[1]
         roots = max(0, length - self.depths)
-        alive = torch.ones_like(batch.new_BT[:, :roots])
-        # The first token has none before it whose state a draft could read.
-        alive[:, :1] = False
+        alive = batch.new_BT[:, :roots]
         for depth in range(1, self.depths + 1):
             alive = alive & batch.new_BT[:, depth : roots + depth]
-        count = int(alive.sum())
-        hits = 0
+        found = torch.full_like(truth, -1)
+        found[:, :roots][alive] = 0
         for depth, (places, logits) in enumerate(self._by_depth(batch), start=1):
             right = torch.zeros_like(batch.new_BT)
             right[places] = logits.argmax(-1) == truth[places]
             alive = alive & right[:, depth : roots + depth]
-            hits += int(alive.sum())
-        return hits, count
+            found[:, :roots] += alive
+        return found
+
+    def accepted(self, batch: Batch) -> tuple[int, int]:
+        """Sum over the roots of `runs`, and how many roots there are."""
+        found = self.runs(batch)
+        roots = found >= 0
+        return int(found[roots].sum()), int(roots.sum())
 
     def _by_depth(self, batch: Batch) -> Iterator[Laws]:
         return self.laws(batch)
@@ -187,7 +193,7 @@ class MedusaLesson(Lesson):
             # The state of token i is about token i + depth + 2.
             first = depth + 2
             places = _shifted(batch.new_BT, first)
-            chosen = states[:, : states.shape[1] - first][places[:, first:]]
+            chosen = states[:, : max(0, states.shape[1] - first)][places[:, first:]]
             yield Laws(places, self.draft.law(chosen, depth))
 
 
@@ -212,7 +218,7 @@ class MLPLesson(Lesson):
         state = self.draft.start(self.draft.placed(batch.features_BTF))
         for depth in range(self.depths):
             first = depth + 2
-            width = length - first
+            width = max(0, length - first)
             state = self.draft.mix(depth, state[:, :width], batch.tokens_BT[:, depth + 1 : depth + 1 + width])
             places = _shifted(batch.new_BT, first)
             yield Laws(places, self.draft.law(depth, state[places[:, first:]]))

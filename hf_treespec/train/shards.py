@@ -12,16 +12,18 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hf_treespec.errors import TrainError
+
 __all__ = ["BrokenRunError", "OtherRunError", "ShardWriter", "claim", "read_shards"]
 
 _RUN = "run.json"
 
 
-class OtherRunError(ValueError):
+class OtherRunError(TrainError):
     """The folder holds results of a run with other settings."""
 
 
-class BrokenRunError(ValueError):
+class BrokenRunError(TrainError):
     """The folder holds what no run has written, or the disk has changed."""
 
 

@@ -1,30 +1,32 @@
 """The target's own texts, which a draft is to learn: batches of prompts at several temperatures, written as they end.
 
 A unit is a batch. Its texts depend on seed, prompts and settings alone, so that it does not matter which process
-writes it, or whether a run was killed before it.
+writes it, or whether a run was killed before it. Who asks for so many tokens gets the first units that have them.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from hf_treespec.errors import TrainError
-from hf_treespec.train.shards import ShardWriter, read_shards
+from hf_treespec.train.shards import BrokenRunError, ShardWriter, read_shards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Text", "TextSettings", "read_texts", "write_texts"]
+__all__ = ["Text", "TextSettings", "count_units", "read_texts", "write_texts"]
 
 # Prompts are sorted by length among so many batches, so that little of a batch is padding.
 _SORTED = 8
+# What a generation config may ask for that makes no single text of each prompt.
+_SINGLE: dict[str, Any] = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,7 @@ class TextSettings:
         new_tokens: at most so many of each text.
         temperatures: taken in turn, a batch each; 0 is greedy.
         batch: prompts decoded together.
+        passes: over the prompts; each shuffles them anew, so that a prompt comes to another temperature.
         seed: of the order of the prompts and of the draws.
 
     Raises:
@@ -44,10 +47,11 @@ class TextSettings:
     new_tokens: int = 160
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
     batch: int = 32
+    passes: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("new_tokens", "batch"):
+        for name in ("new_tokens", "batch", "passes"):
             if getattr(self, name) < 1:
                 raise TrainError(f"{name}={getattr(self, name)}: expected at least 1")
         if not self.temperatures or not all(0 <= t < math.inf for t in self.temperatures):
@@ -75,18 +79,29 @@ class _Unit(NamedTuple):
 
     @property
     def key(self) -> str:
-        return f"{self.number:06d}"
+        return _key(self.number)
+
+
+def _key(number: int) -> str:
+    return f"{number:06d}"
 
 
 def _units(prompts: Sequence[Sequence[int]], settings: TextSettings) -> Iterator[_Unit]:
-    order = list(prompts)
-    random.Random(settings.seed).shuffle(order)
     size, number = settings.batch, 0
-    for start in range(0, len(order), size * _SORTED):
-        near = sorted(order[start : start + size * _SORTED], key=len)
-        for first in range(0, len(near), size):
-            yield _Unit(number, near[first : first + size], settings.temperatures[number % len(settings.temperatures)])
-            number += 1
+    for turn in range(settings.passes):
+        order = list(prompts)
+        random.Random(f"{settings.seed}.{turn}" if turn else settings.seed).shuffle(order)
+        for start in range(0, len(order), size * _SORTED):
+            near = sorted(order[start : start + size * _SORTED], key=len)
+            for first in range(0, len(near), size):
+                temperature = settings.temperatures[number % len(settings.temperatures)]
+                yield _Unit(number, near[first : first + size], temperature)
+                number += 1
+
+
+def count_units(prompts: Sequence[Sequence[int]], settings: TextSettings) -> int:
+    """Units of all prompts."""
+    return sum(1 for _ in _units(prompts, settings))
 
 
 def write_texts(
@@ -102,55 +117,76 @@ def write_texts(
 ) -> None:
     """Write the texts of all prompts that are not in the folder yet.
 
+    They are what `generate` gives with the model's own generation config, penalties included, but for temperature,
+    `top_k` and `top_p`, and without beams.
+
     Args:
         model: the target, in evaluation mode.
         prompts: ids of each; none may be empty.
-        folder: of the shards, one for each process; it exists.
+        folder: of the shards, one for each process, which all of them see; it exists.
         settings: how.
         rank: of this process.
         world: how many processes share the work.
-        tokens: end when there are so many new tokens of all processes; None for all prompts. Only units before the
-            first one that is not needed are written, so that a run with more tokens later goes on.
-        report: called with the new tokens of each unit.
+        tokens: end when the units so far have so many new tokens; None for all prompts. Several processes may write a
+            few units more. A run with more tokens later goes on.
+        report: called with the new tokens of all processes so far, after each unit.
 
     Raises:
         TrainError: if a prompt is empty.
     """
     if any(not len(prompt) for prompt in prompts):
         raise TrainError("prompts: one of them has no tokens; leave it out, or let the tokenizer add its first token")
-    done = read_shards(folder)
-    written = sum(len(text["new"]) for record in done.values() for text in record["texts"])
-    mean = written / max(1, sum(len(record["texts"]) for record in done.values()))
+    counts = _counts(read_shards(folder))
     with ShardWriter(folder, rank) as shard:
         for unit in _units(prompts, settings):
-            if tokens is not None and written >= tokens:
-                break
-            if unit.key in done:
+            if unit.number % world != rank or unit.key in counts:
                 continue
-            if unit.number % world != rank:
-                # What others write meanwhile is guessed from what this one has seen.
-                written += int(mean * len(unit.prompts))
+            if world > 1:
+                counts |= _counts(read_shards(folder))
+            # What others have yet to write can only make it more.
+            if tokens is not None and sum(count for key, count in counts.items() if key < unit.key) >= tokens:
+                break
+            if unit.key in counts:
                 continue
             texts = _texts(model, unit, settings)
-            count = sum(len(text.new) for text in texts)
-            mean = count / len(texts)
             shard.write({"key": unit.key, "temperature": unit.temperature, "texts": [_told(text) for text in texts]})
-            written += count
+            counts[unit.key] = sum(len(text.new) for text in texts)
             if report is not None:
-                report(count)
+                report(sum(counts.values()))
+
+
+def _counts(records: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+    return {key: sum(len(text["new"]) for text in record["texts"]) for key, record in records.items()}
 
 
 def _told(text: Text) -> dict[str, Any]:
     return {"prompt": list(text.prompt), "new": list(text.new)}
 
 
-def read_texts(folder: Path) -> list[Text]:
-    """All finished texts, in the order of the units."""
-    return [
-        Text(tuple(text["prompt"]), tuple(text["new"]), record["temperature"])
-        for record in read_shards(folder).values()
-        for text in record["texts"]
-    ]
+def read_texts(folder: Path, units: int, tokens: int | None = None) -> list[Text]:
+    """The texts of the first units, in their order.
+
+    Args:
+        folder: of the shards.
+        units: how many at most, see `count_units`.
+        tokens: only the first units that have so many new tokens together.
+
+    Raises:
+        BrokenRunError: if one of those is missing.
+    """
+    records = read_shards(folder)
+    found: list[Text] = []
+    count = 0
+    for number in range(units):
+        if tokens is not None and count >= tokens:
+            break
+        record = records.get(_key(number))
+        if record is None:
+            raise BrokenRunError(f"{folder}: unit {number} of {units} is missing; let the texts be written again")
+        made = [Text(tuple(text["prompt"]), tuple(text["new"]), record["temperature"]) for text in record["texts"]]
+        count += sum(len(text.new) for text in made)
+        found += made
+    return found
 
 
 def _texts(model: PreTrainedModel, unit: _Unit, settings: TextSettings) -> list[Text]:
@@ -163,14 +199,16 @@ def _texts(model: PreTrainedModel, unit: _Unit, settings: TextSettings) -> list[
     greedy = unit.temperature == 0
     sampling: dict[str, Any] = {} if greedy else {"temperature": unit.temperature, "top_k": 0, "top_p": 1.0}
     devices = [model.device] if model.device.type == "cuda" else []
+    generating: Any = model
     with torch.random.fork_rng(devices), torch.inference_mode():
         torch.manual_seed(settings.seed * 1_000_003 + unit.number)
-        out: Any = model.generate(
+        out = generating.generate(
             ids.to(model.device),
             attention_mask=mask.to(model.device),
             do_sample=not greedy,
             max_new_tokens=settings.new_tokens,
             pad_token_id=0,
+            **_SINGLE,
             **sampling,
         )
     ends = _end_ids(model)
@@ -184,8 +222,3 @@ def _texts(model: PreTrainedModel, unit: _Unit, settings: TextSettings) -> list[
 def _end_ids(model: PreTrainedModel) -> set[int]:
     ends = model.generation_config.eos_token_id if model.generation_config is not None else None
     return set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
-
-
-def fingerprint(settings: TextSettings, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """What has to be the same for two runs to share a folder."""
-    return {**asdict(settings), "prompts": len(prompts)}

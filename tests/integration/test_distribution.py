@@ -20,10 +20,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import distribution
 import injection
+from hf_treespec.train import read_shards
 from mutants import MUTANTS, mutant
 from promptsource import Prompt
 from settings import Settings
-from shards import read_shards
 from units import Bench
 from verdict import judge
 

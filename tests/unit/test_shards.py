@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shards import BrokenRunError, OtherRunError, ShardWriter, claim, read_shards
+from hf_treespec.train import BrokenRunError, OtherRunError, ShardWriter, claim, read_shards
 
 
 def write(folder, rank: int, *keys: str) -> None:

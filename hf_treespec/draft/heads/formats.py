@@ -11,7 +11,7 @@ from hf_treespec.draft.heads.base import DraftHead
 from hf_treespec.draft.heads.layout import Layout, names_of, taken
 from hf_treespec.draft.heads.layouts_dflash import DFLASH, DFLASH_HF
 from hf_treespec.draft.heads.layouts_eagle import EAGLE, EAGLE3
-from hf_treespec.draft.heads.layouts_small import MEDUSA, MEDUSA_VLLM, MLP
+from hf_treespec.draft.heads.layouts_small import MEDUSA, MEDUSA_VLLM, MLP, MLP_REDUCED
 from hf_treespec.draft.heads.layouts_speculators import SPECULATORS
 from hf_treespec.errors import TreeConfigError
 
@@ -19,7 +19,8 @@ __all__ = ["LAYOUTS", "is_head", "load_draft", "save_draft"]
 
 # The first that knows a checkpoint reads it.
 LAYOUTS: dict[str, Layout] = {
-    layout.name: layout for layout in (SPECULATORS, DFLASH, DFLASH_HF, MEDUSA_VLLM, MEDUSA, MLP, EAGLE3, EAGLE)
+    layout.name: layout
+    for layout in (SPECULATORS, DFLASH, DFLASH_HF, MEDUSA_VLLM, MEDUSA, MLP_REDUCED, MLP, EAGLE3, EAGLE)
 }
 # The first that is there is read, and no other one is asked for: from the Hub that would be to download it.
 _INDEX = ".index.json"
@@ -75,7 +76,11 @@ def save_draft(head: DraftHead, path: str | Path, *, layout: str | None = None, 
         TreeConfigError: for a layout that does not exist, or that cannot hold this head.
     """
     source = head.source
-    usual = {"medusa": "medusa", "mlp": "mlp_speculator"}.get(head.kind, head.kind)
+    reduced = head.ids is not None
+    usual = {
+        "medusa": "medusa-vllm" if reduced else "medusa",
+        "mlp": "mlp_speculator_reduced" if reduced else "mlp_speculator",
+    }.get(head.kind, head.kind)
     name = layout or (source.layout if source is not None else usual)
     if name not in LAYOUTS:
         raise TreeConfigError(f"layout={name!r}: expected one of {', '.join(LAYOUTS)}")

@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from torch import Tensor
+
 from hf_treespec import _compat
 from hf_treespec.draft.heads.base import DraftHead
 from hf_treespec.draft.heads.layout import (
@@ -25,7 +27,7 @@ from hf_treespec.draft.heads.medusa import MedusaHead
 from hf_treespec.draft.heads.mlp import MLPHead
 from hf_treespec.errors import TreeConfigError
 
-__all__ = ["MEDUSA", "MEDUSA_VLLM", "MLP"]
+__all__ = ["MEDUSA", "MEDUSA_VLLM", "MLP", "MLP_REDUCED"]
 
 
 def _medusa(head: DraftHead, layout: str) -> MedusaHead:
@@ -165,9 +167,12 @@ _PREFIX = "speculator."
 
 
 def _load_mlp(config: Config, tensors: Tensors) -> DraftHead:
-    layout = "mlp_speculator"
+    return _mlp_of("mlp_speculator", config, tensors, None)
+
+
+def _mlp_of(layout: str, config: Config, tensors: Tensors, ids: Tensor | None) -> DraftHead:
     expect_keys(layout, config, ["vocab_size", "emb_dim", "n_predict"])
-    say_unknown_keys(layout, config, [*_MLP_KEYS, "method"])
+    say_unknown_keys(layout, config, [*_MLP_KEYS, "method", *([] if ids is None else ["draft_vocab_size"])])
     if config.get("method", "sum_rnn") != "sum_rnn":
         raise TreeConfigError(f"config.json has method={config['method']!r}: expected 'sum_rnn', the head of a sum")
     head = MLPHead(
@@ -177,9 +182,11 @@ def _load_mlp(config: Config, tensors: Tensors) -> DraftHead:
         stages=int(config["n_predict"]),
         tied=bool(config.get("tie_weights", False)),
         scale_input=bool(config.get("scale_input", False)),
+        ids_V=ids,
     )
     prefixed = any(name.startswith(_PREFIX) for name in tensors)
-    return fill(head, layout, config, tensors, lambda _, own: _PREFIX + own if prefixed else own)
+    unused = [] if ids is None else ["token_map"]
+    return fill(head, layout, config, tensors, lambda _, own: _PREFIX + own if prefixed else own, unused)
 
 
 def _mlp_name(head: DraftHead, own: str) -> str:
@@ -191,6 +198,15 @@ def _mlp_name(head: DraftHead, own: str) -> str:
 def _mlp_config(head: DraftHead, target: str) -> dict[str, Any]:
     if not isinstance(head, MLPHead):
         raise TreeConfigError(f"a {head.kind} head cannot be written in the layout 'mlp_speculator'")
+    if head.ids is not None:
+        raise TreeConfigError(
+            "an MLP head with a reduced vocabulary cannot be written in the layout 'mlp_speculator'; use "
+            "'mlp_speculator_reduced'"
+        )
+    return _mlp_keys(head)
+
+
+def _mlp_keys(head: MLPHead) -> dict[str, Any]:
     return {
         "architectures": ["MLPSpeculatorPreTrainedModel"],
         "model_type": "mlp_speculator",
@@ -213,4 +229,41 @@ MLP = Layout(
     load=_load_mlp,
     rename=_mlp_name,
     config=_mlp_config,
+)
+
+# -- MLP over some ids: ours, under a name that nobody takes for the layout above --
+
+_REDUCED = "mlp_speculator_reduced"
+
+
+def _load_reduced(config: Config, tensors: Tensors) -> DraftHead:
+    expect_keys(_REDUCED, config, ["draft_vocab_size"])
+    ids = tensors.get("token_map")
+    if ids is None or ids.shape != (int(config["draft_vocab_size"]),):
+        found = "no tensor token_map" if ids is None else f"a tensor token_map of shape {tuple(ids.shape)}"
+        raise TreeConfigError(
+            f"a checkpoint in the layout {_REDUCED!r} with draft_vocab_size={config['draft_vocab_size']} and {found}: "
+            "expected as many ids"
+        )
+    return _mlp_of(_REDUCED, config, tensors, ids.long())
+
+
+def _reduced_config(head: DraftHead, target: str) -> dict[str, Any]:
+    if not isinstance(head, MLPHead) or head.ids is None:
+        raise TreeConfigError(
+            f"a {head.kind} head over {head.draft_vocab} of {head.vocab_size} ids cannot be written in the layout "
+            f"{_REDUCED!r}: expected an MLP head with a reduced vocabulary"
+        )
+    own = {"architectures": ["ReducedMLPSpeculator"], "model_type": _REDUCED, "draft_vocab_size": head.draft_vocab}
+    return {**_mlp_keys(head), **own}
+
+
+MLP_REDUCED = Layout(
+    name=_REDUCED,
+    file="model.safetensors",
+    knows=lambda config, names: config.get("model_type") == _REDUCED,
+    load=_load_reduced,
+    rename=_mlp_name,
+    config=_reduced_config,
+    extra=lambda head: {} if head.ids is None else {"token_map": head.ids},
 )

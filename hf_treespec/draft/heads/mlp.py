@@ -43,6 +43,7 @@ class MLPHead(DraftHead):
         stages: tokens that it can look ahead.
         tied: whether all stages have the same weights; only the first projection is always its own.
         scale_input: whether the target's hidden state is normalised first.
+        ids_V: see `DraftHead`. The embeddings then have a row for each of these ids, and one for all others.
     """
 
     kind = "mlp"
@@ -56,8 +57,9 @@ class MLPHead(DraftHead):
         stages: int = 3,
         tied: bool = False,
         scale_input: bool = False,
+        ids_V: Tensor | None = None,
     ) -> None:
-        super().__init__(hidden_size, vocab_size)
+        super().__init__(hidden_size, vocab_size, ids_V)
         inner = inner_size or hidden_size
         self.inner_size = inner
         self.max_depth: int = stages
@@ -65,11 +67,17 @@ class MLPHead(DraftHead):
         self.scale_input = scale_input
         own = 1 if tied else stages
         rest = stages // own
-        self.emb = nn.ModuleList([nn.Embedding(vocab_size, inner) for _ in range(own)] * rest)
+        rows = vocab_size if ids_V is None else self.draft_vocab + 1
+        self.emb = nn.ModuleList([nn.Embedding(rows, inner) for _ in range(own)] * rest)
+        # Row of the embeddings of each id of the target.
+        row_of = None if ids_V is None else torch.full((vocab_size,), self.draft_vocab)
+        if row_of is not None and ids_V is not None:
+            row_of[ids_V.to(row_of.device)] = torch.arange(self.draft_vocab)
+        self.register_buffer("row_of", row_of, persistent=False)
         first = nn.Linear(hidden_size, inner, bias=False)
         others = [nn.Linear(inner, inner, bias=False) for _ in range(min(1, stages - 1) if tied else stages - 1)]
         self.proj = nn.ModuleList([first, *(others * (stages - 1) if tied else others)])
-        self.head = nn.ModuleList([nn.Linear(inner, vocab_size, bias=False) for _ in range(own)] * rest)
+        self.head = nn.ModuleList([nn.Linear(inner, self.draft_vocab, bias=False) for _ in range(own)] * rest)
         self.ln = nn.ModuleList([_ScaledNorm(inner) for _ in range(own)] * rest)
         # By the last stage half of the state is the target's still.
         self.state_weight = 0.5 ** (0.5 / stages)
@@ -103,7 +111,8 @@ class MLPHead(DraftHead):
 
     def mix(self, stage: int, state: Tensor, tokens: Tensor) -> Tensor:
         """The new state `[..., I]`, see `step`."""
-        mixed = self.proj[stage](state) * self.state_weight + self.emb[stage](tokens) * self.token_weight
+        rows = tokens if self.row_of is None else self.row_of[tokens]  # type: ignore[index]
+        mixed = self.proj[stage](state) * self.state_weight + self.emb[stage](rows) * self.token_weight
         return nn.functional.gelu(self.ln[stage](mixed))
 
     def law(self, stage: int, state: Tensor) -> Tensor:

@@ -1,0 +1,94 @@
+"""The kinds of drafts: how one is begun, taught and saved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_treespec import _compat
+from hf_treespec.draft import Borrowed, DraftHead
+from hf_treespec.draft.heads import save_draft
+from hf_treespec.train.cut import cut_model, spaced_layers
+from hf_treespec.train.fresh import fresh_eagle, fresh_medusa, fresh_mlp
+from hf_treespec.train.lessons import Lesson, ModelLesson, head_lesson
+from hf_treespec.train.settings import TrainSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["VOCABULARY_FILE", "lesson_of", "new_draft", "save"]
+
+VOCABULARY_FILE = "vocabulary.json"
+# EAGLE-3 reads so many hidden states.
+_STATES = 3
+# A model keeps one layer of so many.
+_SHARE = 6
+
+
+def new_draft(target: PreTrainedModel, ids: Sequence[int], settings: TrainSettings) -> nn.Module:
+    """An untrained draft, the same one for the same seed.
+
+    Args:
+        target: the model.
+        ids: that it is to know, the most frequent first; those of a model are all.
+        settings: of the run.
+
+    Raises:
+        TrainError: if no draft of the kind can be made for the target.
+    """
+    layers = len(_compat.decoder_layers(target))
+    if settings.kind == "model":
+        return cut_model(target, settings.layers or spaced_layers(max(1, round(layers / _SHARE)), layers))
+    known = None if len(ids) >= _compat.vocabulary_size(target) else torch.tensor(sorted(ids))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.loop_settings().seed)
+        return _new_head(target, known, settings, layers)
+
+
+def _new_head(target: PreTrainedModel, ids_V: Tensor | None, settings: TrainSettings, layers: int) -> DraftHead:
+    if settings.kind == "medusa":
+        return fresh_medusa(target, ids_V, heads=settings.depths)
+    if settings.kind == "mlp":
+        return fresh_mlp(target, ids_V, stages=settings.depths, inner_size=settings.inner_size)
+    return fresh_eagle(
+        target, ids_V, layers=settings.layers or _read_layers(layers), intermediate_size=settings.inner_size
+    )
+
+
+def _read_layers(layers: int) -> tuple[int, ...]:
+    """The usual hidden states; of a target with few layers the last ones. The layout has no name for state 0."""
+    usual = (2, layers // 2, layers - 3)
+    few = len(set(usual)) < _STATES or not all(0 < layer < layers for layer in usual)
+    return tuple(range(max(1, layers - _STATES), layers)) if few else usual
+
+
+def lesson_of(draft: nn.Module, target: PreTrainedModel, settings: TrainSettings) -> Lesson:
+    """How the draft is taught."""
+    if isinstance(draft, DraftHead):
+        layers = len(_compat.decoder_layers(target))
+        return head_lesson(draft, Borrowed.of(target), layers, depths=settings.depths, decay=settings.decay)
+    return ModelLesson(draft, depths=settings.depths, vocab_size=_compat.vocabulary_size(target))
+
+
+def save(draft: Any, folder: Path, *, target: str, ids: Sequence[int], tokenizer: Any) -> None:
+    """Write the draft so that calls can load it.
+
+    Args:
+        draft: the draft.
+        folder: made if needed.
+        target: its name.
+        ids: that the target writes most often; a model has them beside it in `VOCABULARY_FILE`.
+        tokenizer: of the target, saved with a model; None for none.
+    """
+    if isinstance(draft, DraftHead):
+        save_draft(draft, folder, target=target)
+        return
+    draft.save_pretrained(folder)
+    (folder / VOCABULARY_FILE).write_text(json.dumps(list(ids)) + "\n")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
