@@ -44,10 +44,9 @@ def cut_model(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel
         raise TrainError(f"{whole}: its weights are quantized, which cannot be trained; load it without")
     if _compat.weights_place(target) != "here":
         raise TrainError(f"{whole}: its weights are not in memory")
-    if _compat.layer_counts(target) != {len(modules)}:
-        raise TrainError(
-            f"{whole}: its config counts {sorted(_compat.layer_counts(target))} layers, and it has {len(modules)}"
-        )
+    counted = getattr(target.config, "num_hidden_layers", None)
+    if counted != len(modules):
+        raise TrainError(f"{whole}: num_hidden_layers of its config is {counted}, and it has {len(modules)} layers")
     kept = list(layers)
     if not kept or kept != sorted(set(kept)) or not 0 <= kept[0] <= kept[-1] < len(modules):
         raise TrainError(f"layers={tuple(kept)}: expected rising numbers from 0 to {len(modules) - 1}")
