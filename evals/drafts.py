@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from expected import SettingsError
-from hf_treespec.errors import TrainError
+from hf_treespec import TreeSpecError
 from hf_treespec.train import cut_model
 from real_model import load_smollm2
 
@@ -66,7 +66,7 @@ def make_draft(spec: str, target: PreTrainedModel, seed: int) -> PreTrainedModel
             raise SettingsError(f"drafts: {spec!r}: keeps {len(kept)} of {count} layers")
         try:
             return cut_model(target, kept)
-        except TrainError as error:
+        except TreeSpecError as error:
             raise SettingsError(f"drafts: {spec!r}: {error}") from error
     return _loaded("drafts", spec, target.dtype)
 

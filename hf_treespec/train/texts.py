@@ -163,12 +163,12 @@ def _told(text: Text) -> dict[str, Any]:
     return {"prompt": list(text.prompt), "new": list(text.new)}
 
 
-def read_texts(folder: Path, units: int, tokens: int | None = None) -> list[Text]:
+def read_texts(folder: Path, units: int | None = None, tokens: int | None = None) -> list[Text]:
     """The texts of the first units, in their order.
 
     Args:
         folder: of the shards.
-        units: how many at most, see `count_units`.
+        units: how many at most, see `count_units`; None for those that are there.
         tokens: only the first units that have so many new tokens together.
 
     Raises:
@@ -177,6 +177,7 @@ def read_texts(folder: Path, units: int, tokens: int | None = None) -> list[Text
     records = read_shards(folder)
     found: list[Text] = []
     count = 0
+    units = len(records) if units is None else units
     for number in range(units):
         if tokens is not None and count >= tokens:
             break

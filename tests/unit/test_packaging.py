@@ -115,7 +115,9 @@ def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
     (metadata,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
     lines = wheel.read(metadata).decode().splitlines()
     required = sorted(line for line in lines if line.startswith("Requires-Dist:") and "extra ==" not in line)
-    assert required == ["Requires-Dist: torch>=2.11", "Requires-Dist: transformers<5.25,>=5.17"]
+    assert required == [
+        "Requires-Dist: accelerate>=1.1", "Requires-Dist: torch>=2.11", "Requires-Dist: transformers<5.25,>=5.17",
+    ]  # fmt: skip
     extras = {line.split()[1] for line in lines if line.startswith("Provides-Extra:")}
     assert extras == {"cli", "kernels", "quantization", "evals", "telemetry", "test", "dev"}
     (entry_points,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
@@ -239,7 +241,9 @@ def test_evals_use_the_public_interface_only() -> None:
     assert imports.search("    from hf_treespec.engine import x")
     # Known bugs are patches on the inside.
     others = [path for path in EVALS if path.name not in ("mutants.py", "mutant_patches.py")]
-    found = [f"{relative(path)}: {name}" for path in others for name in imports.findall(path.read_text())]
+    uses = [(path, name) for path in others for name in imports.findall(path.read_text())]
+    # Training has its names in its own package, so that `import hf_treespec` is quick.
+    found = [f"{relative(path)}: {name}" for path, name in uses if name != "hf_treespec.train"]
     assert EVALS and not found
 
 
