@@ -48,13 +48,13 @@ _SEED_LIMIT = 1 << 63
 _T = TypeVar("_T")
 _OPTIONS: dict[str, dict[str, Option]] = {
     "model": {"vocabulary": (None, checked_ids), "vocabulary_size": (None, (1, 1 << 24))},
+    "mtp": {"depth": (None, (1, 512))},
     "ngram": {"max_match": (8, (1, 64))},
     "suffix": {"index": (None, Path)},
     "recycle": {"candidates": (8, (1, 64)), "keep": (True, bool)},
     "lookahead": {"window": (3, (1, 64)), "ngram": (3, (2, 16)), "candidates": (8, (1, 256))},
     "early_exit": {"layer": (None, (1, 4096))},
     "layer_skip": {"skip": (None, list)},
-    "mtp": {"depth": (None, (1, 512))},
 }
 
 

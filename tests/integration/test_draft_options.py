@@ -45,7 +45,7 @@ NGRAM, MODEL, EXIT = {"ngram": {"max_match": 3}}, {"model": {"vocabulary": IDS}}
     [
         ("auto", MODEL, dict, "model", "ngram"),
         ("auto", NGRAM, assistant, "ngram", "model"),
-        ("auto", {**NGRAM, **MODEL}, head, "ngram, model", "a head"),
+        ("auto", {**NGRAM, **MODEL}, head, "ngram, model", "medusa"),
         ("suffix", NGRAM, dict, "ngram", "suffix"),
         (("ngram", "recycle"), {**NGRAM, **EXIT}, dict, "early_exit", "ngram, recycle"),
         (("model", "ngram"), {"suffix": {"index": None}}, assistant, "suffix", "model, ngram"),

@@ -37,7 +37,8 @@ def path_by_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(hooks, "is_supported", answer)
     monkeypatch.setattr(hooks, "require_support", answer)
-    monkeypatch.setattr(assistants, "require_support", answer)
+    monkeypatch.setattr(hooks, "draft_support", answer)
+    monkeypatch.setattr(assistants, "require_draft_support", answer)
 
 
 def both(family: str, batch: int, **arguments: Any) -> Pair:
