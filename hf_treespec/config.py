@@ -92,9 +92,9 @@ class TreeConfig:
             so far); ``"suffix"`` (the same with contexts of any length, and a corpus on disk if one is named);
             ``"recycle"`` (the target's own top candidates at earlier nodes); ``"lookahead"`` (n-grams that the target
             makes up in a Jacobi window, which takes part of the nodes); or ``"auto"``: the assistant if one is given,
-            n-grams otherwise. Several of the last four and one of the first four, such as ``("ngram", "recycle")`` or
-            ``("model", "ngram")``, grow one tree together; the first four then draft in the rounds in which that is
-            worth their time (with ``fallback="off"`` in all).
+            n-grams otherwise. Several of ngram, suffix, recycle and lookahead, and one of the others that have a name,
+            such as ``("ngram", "recycle")`` or ``("model", "ngram")``, grow one tree together; that other one then
+            drafts in the rounds in which it is worth its time (with ``fallback="off"`` in all).
         max_nodes: drafted nodes of a tree, the root not counted. 0 is plain decoding on the same noise: the reference
             that every tree must equal.
         max_depth: edges from the root to the deepest leaf. A round emits at most `max_depth + 1` tokens.
@@ -178,7 +178,7 @@ class TreeConfig:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Names of the sources that draft from the text or what the target said; empty for ``"auto"``, ``"model"``."""
+        """Names of those that draft from the text or what the target said; what runs a forward is not among them."""
         return tuple(name for name in self._drafts if name in SOURCES)
 
     @property

@@ -46,6 +46,9 @@ def checked_options(value: Any, known: Mapping[str, Mapping[str, Option]]) -> Fr
         TreeConfigError: naming the source and the option.
     """
     where = "TreeConfig(draft_options="
+    if isinstance(value, FrozenDict):
+        # From another config: `replace` need not read long lists of ids anew.
+        return value
     if not isinstance(value, Mapping):
         raise TreeConfigError(
             f"{where}{value!r}): expected a mapping of source to options, such as {{'recycle': {{...}}}}"
@@ -67,7 +70,13 @@ def checked_options(value: Any, known: Mapping[str, Mapping[str, Option]]) -> Fr
                     + did_you_mean(name, own)
                 )
         checked[source] = FrozenDict(
-            {name: _checked(f"{where}...): {source}[{name!r}]", one, own[name][1]) for name, one in options.items()}
+            {
+                # A default that is None may be named.
+                name: None
+                if one is None and own[name][0] is None
+                else _checked(f"{where}...): {source}[{name!r}]", one, own[name][1])
+                for name, one in options.items()
+            }
         )
     return FrozenDict(checked)
 

@@ -25,6 +25,8 @@ __all__ = [
 # The one of transformers whose layers are those of the published checkpoints, under other names.
 BLOCK_MODEL_TYPE = "muse_glimmer_assistant"
 _INPUTS = {"noise_embeds", "context_hidden_states", "attention_mask", "position_ids"}
+# Names of configs for what a model multiplies (or, Granite's, divides) its logits by: Muse Glimmer, Cohere, Falcon-H1.
+_LOGIT_FACTORS = {"output_multiplier": 1, "logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 _SETTINGS = ("block_size", "mask_token_id", "target_layer_ids")
 
 
@@ -116,5 +118,10 @@ def raw_embeddings(table: nn.Module, tokens: Tensor, scale: float | None) -> Ten
 def lm_scaling(model: PreTrainedModel) -> tuple[float, float | None]:
     """What a target does to the output of its LM head: a factor, and the bound of a tanh behind it, or None."""
     config = model.config.get_text_config(decoder=True)
+    factor = 1.0
+    for name, power in _LOGIT_FACTORS.items():
+        value = getattr(config, name, None)
+        if isinstance(value, (int, float)) and value:
+            factor *= float(value) ** power
     bound = getattr(config, "final_logit_softcapping", None)
-    return float(getattr(config, "output_multiplier", None) or 1.0), None if not bound else float(bound)
+    return factor, None if not bound else float(bound)

@@ -155,6 +155,7 @@ def _prepare(
 
     import hf_treespec
     from hf_treespec.api.draft_support import draft_support
+    from hf_treespec.api.heads import is_head
     from hf_treespec.cli.environment import hardware_of
     from hf_treespec.cli.measure import Bench, make_methods
     from hf_treespec.cli.models import LoadOptions, encode, load_drafter, load_model, load_tokenizer, pad_arguments
@@ -172,13 +173,15 @@ def _prepare(
     }
     model = hf_treespec.enable(load_model(name, "MODEL", options))
     draft = load_drafter(draft_name, options) if draft_name is not None else None
-    if isinstance(draft, transformers.PreTrainedModel) and not (support := draft_support(draft)).ok:
-        raise UsageFault("--draft-model", f"{draft_name} cannot take a tree: {support.reason}")
-    if (
-        isinstance(draft, transformers.PreTrainedModel)
-        and len({one.config.get_text_config().vocab_size for one in (model, draft)}) > 1
-    ):
-        raise UsageFault("--draft-model", f"{draft_name} has another vocabulary size, which assisted decoding refuses")
+    # What reads states of the target has its own checks, in the call.
+    reader = draft if isinstance(draft, transformers.PreTrainedModel) and not is_head(draft) else None
+    if reader is not None:
+        if not (support := draft_support(reader)).ok:
+            raise UsageFault("--draft-model", f"{draft_name} cannot take a tree: {support.reason}")
+        if len({one.config.get_text_config().vocab_size for one in (model, reader)}) > 1:
+            raise UsageFault(
+                "--draft-model", f"{draft_name} has another vocabulary size, which assisted decoding refuses"
+            )
     constants = {
         "temperature": settings["temperature"],
         "max_new_tokens": settings["max_new_tokens"],

@@ -50,8 +50,8 @@ def generate(
         str | None,
         typer.Option(
             "--draft",
-            help="auto, model, early_exit or layer_skip (name layers in --config), ngram, suffix, recycle or "
-            "lookahead; or one of the others with some of the last four: model,ngram.",
+            help="auto, model, mtp, early_exit or layer_skip (name layers in --config), ngram, suffix, recycle or "
+            "lookahead; or some of the last four, maybe with one of the four before them: model,ngram.",
         ),
     ] = None,
     corpus: Annotated[

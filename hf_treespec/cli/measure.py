@@ -73,7 +73,7 @@ def make_methods(configs: dict[str, TreeConfig], *, has_draft: bool, sampled: bo
                 name=name,
                 reference=REFERENCE if sampled else "plain",
                 config=config,
-                assisted=has_draft and (config.with_model or not config.sources),
+                assisted=has_draft and (config.with_model or config.draft == "auto"),
             )
         )
     return methods

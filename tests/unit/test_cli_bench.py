@@ -262,6 +262,11 @@ def test_methods_by_settings() -> None:
         ("assisted", "plain", True),
         ("t", "plain", False),
     ]
+    # An assistant is for those that ask for one, or take what there is.
+    drafts = {"model": True, "auto": True, "mtp": False, "early_exit": False, "recycle": False}
+    configs = {name: TreeConfig(draft=name) for name in drafts} | {"both": TreeConfig(draft=("model", "ngram"))}
+    own = make_methods(configs, has_draft=True, sampled=False)[3:]
+    assert {m.name: m.assisted for m in own} == {**drafts, "both": True}
     sampled = make_methods({"t": TreeConfig()}, has_draft=True, sampled=True)
     assert [(m.name, m.reference, m.assisted) for m in sampled] == [
         ("plain", None, False),

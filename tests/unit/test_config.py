@@ -140,6 +140,22 @@ def test_sources_that_cannot_draft_together_are_named(value: Any) -> None:
     assert f"or a tuple of different ones of {joinable}, one of the first four" in str(caught.value)
 
 
+def test_defaults_may_be_named() -> None:
+    """A config that is written out with all its defaults is one that can be read."""
+    options = {source: TreeConfig().options_of(source) for source in ("model", "mtp", "suffix", "early_exit")}
+    assert [list(one.values()) for one in options.values()] == [[None, None], [None], [None], [None]]
+    config = TreeConfig(draft_options=options)
+    assert TreeConfig.from_dict(json.loads(config.to_json_string())) == config
+    # Where None is no default it is refused.
+    with pytest.raises(TreeConfigError, match=r"ngram\['max_match'\]=None"):
+        TreeConfig(draft_options={"ngram": {"max_match": None}})
+
+
+def test_options_of_another_config_are_not_read_anew() -> None:
+    config = TreeConfig(draft_options={"model": {"vocabulary": range(2000)}})
+    assert config.replace(seed=3).draft_options is config.draft_options
+
+
 def test_options_do_not_change() -> None:
     """Neither by the dicts that were given, nor by what the config gives out: a frozen value is one to the bottom."""
     ids, given = [5, 9], {"recycle": {"candidates": 12}}
@@ -198,7 +214,7 @@ def test_options_have_defaults_and_are_copied() -> None:
     ("value", "message"),
     [
         (3, "draft_options=3): expected a mapping of source to options"),
-        ({"draft": {}}, "source 'draft': expected one of 'model', 'ngram', 'suffix', 'recycle'"),
+        ({"draft": {}}, "source 'draft': expected one of 'model', 'mtp', 'ngram', 'suffix', 'recycle'"),
         ({"sufix": {}}, "'layer_skip'; did you mean 'suffix'?"),
         ({"ngram": {"max_macht": 3}}, "expected one of 'max_match'; did you mean 'max_match'?"),
         ({"model": {"vocabulary": ""}}, "model['vocabulary']='': expected the path of a .json file, or different"),
@@ -231,7 +247,6 @@ def test_options_have_defaults_and_are_copied() -> None:
         ({"lookahead": {"candidates": 257}}, "lookahead['candidates']=257: expected an integer in [1, 256]"),
         ({"lookahead": {"level": 3}}, "no such option; expected one of 'window', 'ngram', 'candidates'"),
         ({"early_exit": {"layer": 0}}, "early_exit['layer']=0: expected an integer in [1, 4096]"),
-        ({"early_exit": {"layer": None}}, "early_exit['layer']=None: expected an integer in [1, 4096]"),
         ({"layer_skip": {"skip": []}}, "layer_skip['skip']=[]: expected a list of different layer numbers"),
         ({"layer_skip": {"skip": 3}}, "layer_skip['skip']=3: expected a list of different layer numbers"),
         ({"layer_skip": {"skip": [1, 1]}}, "layer_skip['skip']=[1, 1]: expected a list of different"),

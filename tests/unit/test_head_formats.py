@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import heads
 from hf_treespec import TreeConfigError, _compat, load_draft, save_draft
 from hf_treespec.draft import DFlashHead, EagleHead, Features, MedusaHead, MLPHead
 from hf_treespec.draft.heads import Borrowed, is_head
@@ -633,3 +634,14 @@ def test_layouts_that_cannot_hold_a_head(tmp_path: Path) -> None:
     for layout, match in (("medusa", "reduced vocabulary"), ("eagle3", "a medusa head"), ("gguf", "expected one of")):
         with pytest.raises(TreeConfigError, match=match):
             save_draft(head, tmp_path / "out", layout=layout)
+
+
+def test_a_block_model_as_it_is_goes_into_the_layout_of_transformers(tmp_path: Path) -> None:
+    """Nobody names its vocabulary, which the other layouts ask for."""
+    model = heads.block_model(32)
+    save_draft(DFlashHead.around(model), tmp_path)
+    back = load_draft(tmp_path)
+    assert back.source is not None and back.source.layout == "dflash-transformers"
+    wanted = model.state_dict()
+    found = back.drafter.state_dict()  # type: ignore[union-attr]
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)

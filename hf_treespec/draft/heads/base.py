@@ -16,7 +16,13 @@ from hf_treespec.errors import TreeConfigError, UnsupportedCallError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Borrowed", "DraftHead", "Source", "check_ids"]
+__all__ = ["Borrowed", "DraftHead", "Source", "check_ids", "scaled"]
+
+
+def scaled(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Logits times a factor, and then inside of the bound of a tanh if there is one."""
+    out = logits if scale == 1.0 else logits * scale
+    return out if softcap is None else torch.tanh(out / softcap) * softcap
 
 
 class Borrowed(NamedTuple):
@@ -38,6 +44,17 @@ class Borrowed(NamedTuple):
     def of(cls, target: PreTrainedModel) -> Borrowed:
         """Those of a loaded model."""
         return cls(*_compat.target_parts(target), *_compat.lm_scaling(target))
+
+    def raw_logits(self, states: Tensor) -> Tensor:
+        """What the LM head itself makes of states `[..., H]`: `[..., V]`, in its type and on its device."""
+        assert self.lm_head is not None
+        weights = next(self.lm_head.parameters())
+        out: Tensor = self.lm_head(states.to(weights.device, weights.dtype))
+        return out
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits as the target gives them."""
+        return scaled(self.raw_logits(states), self.scale, self.softcap)
 
 
 @dataclass(slots=True)

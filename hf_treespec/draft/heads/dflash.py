@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hf_treespec import _compat
 from hf_treespec.draft.base import Features
-from hf_treespec.draft.heads.base import Borrowed, DraftHead
+from hf_treespec.draft.heads.base import Borrowed, DraftHead, scaled
 from hf_treespec.draft.heads.block_context import BlockContext
 from hf_treespec.errors import TreeConfigError, UnsupportedCallError
 
@@ -134,14 +134,14 @@ class DFlashHead(DraftHead):
                 "assistant_model is a dflash draft whose weights are offloaded, or nowhere: load it whole on a device"
             )
         lent = Borrowed.of(target)
-        for what, own, part in (
-            ("embeddings", self.embed_tokens, "embed_tokens.weight"),
-            ("an LM head", self.lm_head, "lm_head.weight"),
+        for what, own, part, size in (
+            ("embeddings", self.embed_tokens, "embed_tokens.weight", _compat.embedding_size(target)),
+            ("an LM head", self.lm_head, "lm_head.weight", _compat.lm_head_size(target)),
         ):
-            if own is None and self.width != self.hidden_size:
+            if own is None and self.width != size:
                 raise UnsupportedCallError(
                     f"assistant_model is a dflash head of width {self.width} without {what} of its own, and the "
-                    f"target's have {self.hidden_size} values: its checkpoint needs {part}"
+                    f"target's have {size} values: its checkpoint needs {part}"
                 )
         if self.lm_head is None and lent.lm_head is None:
             raise UnsupportedCallError(
@@ -165,16 +165,9 @@ class DFlashHead(DraftHead):
 
     def logits(self, states: Tensor, lent: Borrowed) -> Tensor:
         """Logits `[..., V]` of states `[..., E]`."""
-        if self.lm_head is not None:
-            out = self.lm_head(states)
-        else:
-            assert lent.lm_head is not None
-            weights = next(lent.lm_head.parameters())
-            out = self.placed(lent.lm_head(states.to(weights.device, weights.dtype)))
-        scale, bound = (lent.scale, lent.softcap) if self.logit_scale is None else (self.logit_scale, self.softcap)
-        if scale != 1.0:
-            out = out * scale
-        return out if bound is None else torch.tanh(out / bound) * bound
+        out = self.placed(lent.raw_logits(states)) if self.lm_head is None else self.lm_head(states)
+        own = self.logit_scale
+        return scaled(out, *((lent.scale, lent.softcap) if own is None else (own, self.softcap)))
 
     def read(
         self, tokens_BS: Tensor, context_BCF: Tensor, roots: Sequence[int], kept: BlockContext, lent: Borrowed

@@ -1,4 +1,4 @@
-"""Trees from Medusa and MLP heads.
+"""The draft around each kind of head, and trees from Medusa and MLP heads.
 
 Shapes: A rows with a budget, H hidden size, R nodes, V ids of the head.
 """
@@ -107,5 +107,6 @@ def head_draft(head: DraftHead, target: PreTrainedModel, ranker: Ranker, *, grow
         lent, readable = Borrowed.of(target), _compat.embedding_rows(target)
         return SharedStatesDraft(head, ranker, growth=growth, features=features, lent=lent, readable=readable)
     raise UnsupportedCallError(
-        f"assistant_model is a {type(head).__name__}: expected a MedusaHead, MLPHead, EagleHead or DFlashHead"
+        f"assistant_model is a {type(head).__name__}: expected a MedusaHead, MLPHead, EagleHead, DFlashHead, MtpHead "
+        "or AssistantHead"
     )

@@ -178,9 +178,7 @@ class EagleHead(DraftHead):
         if self.lm_head is not None:
             out: Tensor = self.lm_head(states)
             return out
-        assert lent.lm_head is not None
-        weights = next(lent.lm_head.parameters())
-        return self.placed(lent.lm_head(states.to(weights.device, weights.dtype)))
+        return self.placed(lent.logits(states))
 
     def forward(self, features_BTF: Tensor, tokens_BT: Tensor, lent: Borrowed, *, steps: int = 1) -> list[Tensor]:
         """Logits of several steps ahead at every pair, see `unroll`.

@@ -80,6 +80,8 @@ def save_draft(head: DraftHead, path: str | Path, *, layout: str | None = None, 
     usual = {
         "medusa": "medusa-vllm" if reduced else "medusa",
         "mlp": "mlp_speculator_reduced" if reduced else "mlp_speculator",
+        # Around a model of transformers, whose vocabulary is the target's.
+        "dflash": "dflash" if head.vocab_size else "dflash-transformers",
     }.get(head.kind, head.kind)
     name = layout or (source.layout if source is not None else usual)
     if name not in LAYOUTS:
