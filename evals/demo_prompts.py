@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from hf_treespec.train import TextSettings, read_texts, write_texts
+from hf_treespec.train import TextSettings, count_units, read_texts, write_texts
 from real_model import load_smollm2, progress_bars_on_terminals_only
 
 # How a user's message may begin: code, numbers, questions, texts to write, texts to change.
@@ -74,7 +74,7 @@ def messages(model: Any, tokenizer: Any, count: int, folder: Path, seed: int) ->
     write_texts(model, prompts, folder, settings, report=lambda n: print(".", end="", file=sys.stderr, flush=True))
     skip = len(tokenizer(before, add_special_tokens=False).input_ids)
     found = []
-    for text in read_texts(folder):
+    for text in read_texts(folder, count_units(prompts, settings)):
         whole = tokenizer.decode([*text.prompt[skip:], *text.new], skip_special_tokens=True).strip()
         # Messages that were cut are kept where they end in a sentence.
         if text.new[-1] != tokenizer.eos_token_id:

@@ -6,7 +6,7 @@ from hf_treespec.train.result import TrainResult
 from hf_treespec.train.run import Stage, train_draft
 from hf_treespec.train.settings import KINDS, TrainSettings
 from hf_treespec.train.shards import BrokenRunError, OtherRunError, ShardWriter, claim, read_shards
-from hf_treespec.train.texts import Text, TextSettings, read_texts, write_texts
+from hf_treespec.train.texts import Text, TextSettings, count_units, read_texts, write_texts
 
 __all__ = [
     "KINDS",
@@ -21,6 +21,7 @@ __all__ = [
     "TrainResult",
     "TrainSettings",
     "claim",
+    "count_units",
     "cut_model",
     "read_shards",
     "read_texts",

@@ -44,7 +44,7 @@ def write_card(folder: Path, facts: Mapping[str, Any], looks: Sequence[Progress]
         "tokens, of which the target keeps what it would have written itself: fewer forwards, and the same text.",
         "",
         "```python",
-        *_usage(facts["kind"]),
+        *_usage(facts["kind"], facts["target"]),
         "```",
         "",
         "## Learnt from",
@@ -90,22 +90,28 @@ def write_card(folder: Path, facts: Mapping[str, Any], looks: Sequence[Progress]
     (folder / "README.md").write_text("\n".join(lines) + "\n")
 
 
-def _usage(kind: str) -> list[str]:
-    call = "out = model.generate(**inputs, assistant_model=draft, tree_config=TreeConfig(), max_new_tokens=256)"
-    if kind != "model":
-        return [
-            "from hf_treespec import TreeConfig, enable, load_draft",
-            "",
-            "model = enable(AutoModelForCausalLM.from_pretrained(...))  # the target",
-            'draft = load_draft("this folder").to(model.device)',
-            call,
-        ]
+def _usage(kind: str, target: str) -> list[str]:
+    """Lines of Python that draft with it."""
+    head = kind != "model"
     return [
-        "from hf_treespec import TreeConfig, enable",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        f"from hf_treespec import TreeConfig, enable{', load_draft' if head else ''}",
         "",
-        "model = enable(AutoModelForCausalLM.from_pretrained(...))  # the target",
-        'draft = AutoModelForCausalLM.from_pretrained("this folder").to(model.device)',
-        f"{call}  # without tree_config: assisted decoding of transformers",
+        f"target = {target!r}",
+        "tokenizer = AutoTokenizer.from_pretrained(target)",
+        "model = enable(AutoModelForCausalLM.from_pretrained(target))",
+        f'draft = {"load_draft" if head else "AutoModelForCausalLM.from_pretrained"}("this folder").to(model.device)',
+        *(
+            ["config = TreeConfig()"]
+            if head
+            else [
+                "# Of its LM head only the ids that the target writes most often; TreeConfig() takes all.",
+                'config = TreeConfig(draft_options={"model": {"vocabulary": "this folder/vocabulary.json"}})',
+            ]
+        ),
+        'inputs = tokenizer("...", return_tensors="pt").to(model.device)',
+        "out = model.generate(**inputs, assistant_model=draft, tree_config=config, max_new_tokens=256)",
+        *([] if head else ["# Without tree_config it is assisted decoding of transformers."]),
     ]
 
 

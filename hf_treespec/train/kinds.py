@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hf_treespec import _compat
 from hf_treespec.draft import Borrowed, DraftHead
 from hf_treespec.draft.heads import save_draft
+from hf_treespec.errors import TrainError
 from hf_treespec.train.cut import cut_model, spaced_layers
 from hf_treespec.train.fresh import fresh_eagle, fresh_medusa, fresh_mlp
 from hf_treespec.train.lessons import Lesson, ModelLesson, head_lesson
@@ -21,13 +22,35 @@ from hf_treespec.train.settings import TrainSettings
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["VOCABULARY_FILE", "lesson_of", "new_draft", "save"]
+__all__ = ["VOCABULARY_FILE", "check_layers", "lesson_of", "new_draft", "save"]
 
 VOCABULARY_FILE = "vocabulary.json"
 # EAGLE-3 reads so many hidden states.
 _STATES = 3
 # A model keeps one layer of so many.
 _SHARE = 6
+
+
+def check_layers(target: PreTrainedModel, settings: TrainSettings) -> None:
+    """Refuse layers that the target does not have.
+
+    Raises:
+        TrainError: naming those that it has.
+    """
+    count = len(_compat.decoder_layers(target))
+    # The layout of EAGLE-3 has no name for state 0, the embeddings; the last state is read behind the final norm.
+    first, what = (1, "hidden states") if settings.kind == "eagle3" else (0, "layers")
+    if settings.kind == "eagle3" and count < 2:
+        raise TrainError(
+            f"kind='eagle3': it reads hidden states between layers, and {type(target).__name__} has {count}; train "
+            "kind='medusa' or 'mlp'"
+        )
+    kept = settings.layers
+    if kept is not None and not first <= min(kept) <= max(kept) < count:
+        raise TrainError(
+            f"layers={kept} with kind={settings.kind!r}: expected numbers of {what} from {first} to {count - 1}, as "
+            f"{type(target).__name__} has {count} layers"
+        )
 
 
 def new_draft(target: PreTrainedModel, ids: Sequence[int], settings: TrainSettings) -> nn.Module:
@@ -41,6 +64,7 @@ def new_draft(target: PreTrainedModel, ids: Sequence[int], settings: TrainSettin
     Raises:
         TrainError: if no draft of the kind can be made for the target.
     """
+    check_layers(target, settings)
     layers = len(_compat.decoder_layers(target))
     if settings.kind == "model":
         return cut_model(target, settings.layers or spaced_layers(max(1, round(layers / _SHARE)), layers))

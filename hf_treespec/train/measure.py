@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_treespec.api.enable import disable, enable, is_enabled
 from hf_treespec.config import TreeConfig
+from hf_treespec.train.target import taking_trees
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -49,7 +49,7 @@ def measure(
     """Count rounds of whole trees.
 
     Args:
-        model: the target; left as enabled as it was.
+        model: the target; left as enabled as it was. It tells the statistics of the last call.
         draft: a head or a model, on the target's device.
         prompts: ids of each.
         temperature: of the calls, under the model's generation config but for `top_k` and `top_p`.
@@ -62,23 +62,19 @@ def measure(
     tree = TreeConfig(max_nodes=max_nodes, fallback="off", seed=0)
     call: dict[str, Any] = {"do_sample": not greedy, "max_new_tokens": new_tokens, "pad_token_id": 0, **sampling}
     counts = [0, 0, 0]
-    was = is_enabled(model)
     mine = [
         torch.tensor([list(prompt)], device=model.device)
         for prompt in prompts[accelerator.process_index :: accelerator.num_processes]
     ]
-    try:
-        generating: Any = disable(model)
-        plain = [generating.generate(ids, attention_mask=torch.ones_like(ids), **call) for ids in mine if greedy]
-        generating = enable(model)
+    generating: Any = model
+    plain = [generating.generate(ids, attention_mask=torch.ones_like(ids), **call) for ids in mine if greedy]
+    with taking_trees(model) as treed:
         for place, ids in enumerate(mine):
             call["attention_mask"] = torch.ones_like(ids)
-            text = generating.generate(ids, assistant_model=draft, tree_config=tree, **call)
-            counts[0] += generating.treespec_stats.round_tokens
-            counts[1] += generating.treespec_stats.row_rounds
+            text = treed.generate(ids, assistant_model=draft, tree_config=tree, **call)
+            counts[0] += treed.treespec_stats.round_tokens
+            counts[1] += treed.treespec_stats.row_rounds
             counts[2] += int(greedy and torch.equal(plain[place], text))
-    finally:
-        (enable if was else disable)(model)
     told = torch.tensor([counts], device=accelerator.device)
     tokens, rounds, equal = accelerator.gather(told).sum(0).tolist()
     return Measured(

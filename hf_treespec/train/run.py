@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
 
 from hf_treespec import _compat
-from hf_treespec.api.enable import disable, enable, is_enabled
+from hf_treespec.api.support import require_support
 from hf_treespec.config import TreeConfig
 from hf_treespec.draft import DraftHead
 from hf_treespec.errors import TrainError, UnsupportedModelError
@@ -24,13 +23,14 @@ from hf_treespec.train.card import write_card
 from hf_treespec.train.checkpoints import Progress
 from hf_treespec.train.data import TargetData, check_held_out
 from hf_treespec.train.fresh import frequent_ids
-from hf_treespec.train.kinds import lesson_of, new_draft, save
+from hf_treespec.train.kinds import check_layers, lesson_of, new_draft, save
 from hf_treespec.train.loop import fit
 from hf_treespec.train.measure import measure
 from hf_treespec.train.processes import check_accelerator, on_first
 from hf_treespec.train.result import TrainResult
 from hf_treespec.train.settings import FREE, TrainSettings
 from hf_treespec.train.shards import OtherRunError, claim
+from hf_treespec.train.target import lent, taking_trees
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -77,7 +77,7 @@ def train_draft(
     Stopped at any point, the same call goes on where it was; once done, it returns what it came to.
 
     Args:
-        model: the target, a causal LM that takes trees; it is not changed.
+        model: the target, a causal LM that takes trees; it is as it was afterwards. No gradient is written into it.
         prompts: token ids of each.
         folder: of the run: `draft/` with the draft and its card, `data/`, `checkpoints/`, `result.json`.
         settings: what to train; None for an EAGLE-3 head.
@@ -106,23 +106,16 @@ def train_draft(
     tell = report if report is not None and accelerator.is_main_process else _nothing
     name = name or model.name_or_path or type(model).__name__
     made_with = _versions() if made_with is None else made_with
-    was_training, was_enabled = model.training, is_enabled(model)
-    # Its own stubs leave these untyped.
-    module: nn.Module = model
-    try:
-        module.train(False)
-        _check_target(model)
+    _check_target(model)
+    with lent(model):
         run = _Run(model, prompts, Path(folder), settings, accelerator, tell, name, made_with)
         run.claim(fresh)
         done = run.finished()
         return run.train(None if data_folder is None else Path(data_folder), tokenizer) if done is None else done
-    finally:
-        module.train(was_training)
-        (enable if was_enabled else disable)(model)
 
 
 def _nothing(event: Stage | Progress) -> None:
-    pass
+    """What is called where nobody listens."""
 
 
 def _versions() -> dict[str, Any]:
@@ -135,8 +128,7 @@ def _check_target(model: PreTrainedModel) -> None:
             f"{type(model).__name__} has an encoder: drafts are trained for decoder-only models, whose texts need no "
             "second input"
         )
-    # Refuses what takes no trees; plain texts come first.
-    disable(enable(model))
+    require_support(model, "the model")
 
 
 class _Run:
@@ -153,6 +145,8 @@ class _Run:
         name: str,
         made_with: Mapping[str, Any],
     ) -> None:
+        # Before the folder is that of this run.
+        check_layers(model, settings)
         self._model = model
         self._prompts = _usable(model, prompts, settings)
         self._left_out = len(prompts) - len(self._prompts)
@@ -267,10 +261,9 @@ class _Run:
         prompt = torch.tensor([list(self._prompts[0][-4:])], device=model.device)
         call: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "pad_token_id": 0}
         tree = TreeConfig(max_nodes=4, max_depth=2, fallback="off")
-        with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
-            generating: Any = enable(model)
-            generating.generate(prompt, assistant_model=draft, tree_config=tree, max_new_tokens=4, **call)
-        disable(model)
+        devices = [model.device] if model.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), taking_trees(model) as treed:
+            treed.generate(prompt, assistant_model=draft, tree_config=tree, max_new_tokens=4, **call)
 
         def write() -> None:
             with tempfile.TemporaryDirectory() as folder:

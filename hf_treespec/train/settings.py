@@ -37,8 +37,9 @@ class TrainSettings:
         depths: tokens ahead that it is trained for. Medusa and MLP heads draft no deeper.
         vocabulary: ids that a head knows: those that the target writes most often. Of a model it is the length of the
             list beside it, for calls that reduce its vocabulary.
-        layers: for ``"eagle3"`` the hidden states to read, counted as `output_hidden_states` does; None for three. For
-            ``"model"`` the layers to keep; None for a sixth of them, evenly spaced.
+        layers: for ``"eagle3"`` the hidden states to read, counted as `output_hidden_states` does, from 1 to one less
+            than the target's layers; None for three. For ``"model"`` the layers to keep, from 0; None for a sixth of
+            them, evenly spaced. Rising numbers.
         inner_size: intermediate size of the layer of ``"eagle3"``, None for the target's; width of the state of
             ``"mlp"``, None for the target's hidden size.
         decay: each depth counts so much less than the one before.
@@ -81,6 +82,9 @@ class TrainSettings:
             raise TrainError(f"decay={self.decay}: expected more than 0, and 1 at most")
         if self.layers is not None and (not self.layers or self.kind not in ("eagle3", "model")):
             raise TrainError(f"layers={self.layers} with kind={self.kind!r}: expected numbers, for eagle3 or model")
+        # Servers of EAGLE-3 heads put the states side by side in the order of the layers, whatever order is written.
+        if self.layers is not None and list(self.layers) != sorted(set(self.layers)):
+            raise TrainError(f"layers={self.layers}: expected rising numbers")
         if self.inner_size is not None and self.kind not in ("eagle3", "mlp"):
             raise TrainError(f"inner_size={self.inner_size} with kind={self.kind!r}: has an effect for eagle3 and mlp")
 

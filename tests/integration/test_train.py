@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -213,9 +215,53 @@ def test_the_target_is_left_as_it_was(tmp_path: Path, small: Train) -> None:
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
     assert all(weight.grad is None and weight.requires_grad for weight in model.parameters())
     assert result.measured[0].equal == 2
-    assert is_enabled(enable(model.eval()))
-    small(tmp_path / "enabled", model=model, data_folder=tmp_path / "plain" / "data")
-    assert is_enabled(model) and not (tmp_path / "enabled" / "data").exists()
+    small(tmp_path / "shared", model=model, data_folder=tmp_path / "plain" / "data")
+    assert not (tmp_path / "shared" / "data").exists()
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_an_enabled_target_keeps_what_calls_have_left_in_it(ended: bool, tmp_path: Path, small: Train) -> None:
+    from dataclasses import replace
+
+    from hf_treespec.draft.recycle import table_of
+
+    model = enable(copy.deepcopy(learnable()))
+    ids = torch.tensor([prompts(1)[0]])
+    model.generate(ids, tree_config=TreeConfig(draft="recycle"), max_new_tokens=9, do_sample=False)
+    stats, candidates = model.treespec_stats, TreeConfig(draft="recycle").options_of("recycle")["candidates"]
+    table = table_of(model, VOCAB, candidates)
+    model.train()
+    model.model.layers[1].eval()
+    model.model.norm.weight.requires_grad_(False)
+    modes = [module.training for module in model.modules()]
+    flags = [weight.requires_grad for weight in model.parameters()]
+
+    def report(event: Any) -> None:
+        if not ended and event_step(event) > 0:
+            raise Killed
+
+    settings = replace(SMALL, kind="eagle3", layers=(1, 2), measured=1)
+    with nullcontext() if ended else pytest.raises(Killed):
+        small(tmp_path / "run", report, model=model, settings=settings)
+    assert is_enabled(model) and model.treespec_stats is stats and table_of(model, VOCAB, candidates) is table
+    assert modes == [module.training for module in model.modules()]
+    assert flags == [weight.requires_grad for weight in model.parameters()]
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["mlp", "model"])
+def test_the_card_says_how_to_draft(kind: str, target: Path, tmp_path: Path, small: Train) -> None:
+    from dataclasses import replace
+
+    settings = replace(SMALL, kind=kind, measured=0)
+    result = small(tmp_path / "run", settings=settings, name=str(target), tokenizer=words())
+    card = (Path(result.draft) / "README.md").read_text()
+    code = card.partition("```python\n")[2].partition("```")[0]
+    told: dict[str, Any] = {}
+    exec(code.replace("this folder", result.draft).replace('"..."', '"w9 w20 w31"'), told)
+    assert told["model"].treespec_stats.drafted_nodes
+    ids = told["config"].options_of("model")["vocabulary"]
+    assert ids == (f"{result.draft}/vocabulary.json" if kind == "model" else None)
 
 
 def test_another_run_is_refused_by_what_differs(tmp_path: Path, small: Train) -> None:
@@ -262,10 +308,12 @@ def test_targets_that_cannot_be_served_are_refused_first(
     with pytest.raises(UnsupportedModelError, match="has an encoder"):
         small(tmp_path / "a", model=stock_pair("t5"))
     deep = replace(SMALL, kind="eagle3", layers=(0, 1, 9))
-    with pytest.raises(ValueError, match=r"reads the hidden states \(0, 1, 9\)"):
+    with pytest.raises(TrainError, match=r"layers=\(0, 1, 9\) .* hidden states from 1 to 2"):
         small(tmp_path / "b", settings=deep)
     with pytest.raises(TrainError, match="layers="):
         small(tmp_path / "c", settings=replace(SMALL, kind="model", layers=(9,)))
+    # Right ones find the folder free.
+    assert not (tmp_path / "b").exists() and not (tmp_path / "c").exists()
 
 
 # -- the command --
@@ -290,6 +338,7 @@ def test_the_command_and_its_faults(target: Path, tmp_path: Path) -> None:
     one_error(run("--kind", "eagle"), "--kind: ", "expected one of eagle3, medusa, mlp, model")
     one_error(run("--temperatures", "0,x"), "--temperatures: '0,x'")
     one_error(run("--layers", "1,2"), "--layers: ")
+    one_error(run("--kind", "eagle3", "--layers", "0"), "--layers: ", "from 1 to 2")
     one_error(run("--held-out", 14), "--held-out: held_out=14 of 14 prompts")
     one_error(run("--device", "cuda:1"), "--device: ")
     one_error(run("--precision", "fp16"), "--precision: ")

@@ -47,6 +47,11 @@ SURFACE = {
     "skips": LOADING
     | {"--set", "--out", "--limit", "--trials", "--max-new-tokens", "--max-nodes", "--max-depth", "--seed"}
     | {"--chat", "--raw", "--json"},
+    "train": LOADING
+    | {"--set", "--out", "--kind", "--limit", "--tokens", "--passes", "--new-tokens", "--temperatures", "--batch"}
+    | {"--depths", "--vocabulary", "--layers", "--inner-size", "--held-out", "--epochs", "--minutes", "--patience"}
+    | {"--batch-tokens", "--learning-rate", "--precision", "--measured", "--data", "--fresh", "--seed"}
+    | {"--chat", "--raw", "--json"},
     "doctor": LOADING | {"--json"},
     "env": {"--json"},
 }
@@ -55,6 +60,7 @@ ARGUMENTS = {
     "bench": ["MODEL"],
     "index": ["MODEL", "FILES"],
     "skips": ["MODEL"],
+    "train": ["MODEL"],
     "doctor": ["MODEL_OR_CONFIG"],
     "env": [],
 }

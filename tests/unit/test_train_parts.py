@@ -11,13 +11,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from heads import eagle
 from hf_treespec import TreeConfig, enable, load_draft, save_draft
-from hf_treespec.draft import MLPHead
+from hf_treespec.draft import Borrowed, MLPHead
 from hf_treespec.errors import TrainError, TreeConfigError
 from hf_treespec.train import TrainSettings, cut_model, spaced_layers
+from hf_treespec.train.batches import Batch
 from hf_treespec.train.fresh import layer_config
 from hf_treespec.train.kinds import new_draft, save
-from learnable import learnable
+from hf_treespec.train.lessons import head_lesson
+from hf_treespec.train.target import lent
+from learnable import FIRST, VOCAB, learnable
 from seq2seq import stock as stock_pair
 from tiny import FAMILIES, build, prompt, reference
 
@@ -63,8 +67,44 @@ def test_what_cannot_be_cut_is_refused() -> None:
         cut_model(quantized, [0])
     odd = copy.deepcopy(target)
     odd.config.num_hidden_layers = 7
-    with pytest.raises(TrainError, match=r"counts \[7\] layers"):
+    with pytest.raises(TrainError, match="num_hidden_layers of its config is 7, and it has 2 layers"):
         cut_model(odd, [0])
+
+
+def test_layers_that_a_target_does_not_have_are_refused_by_their_range() -> None:
+    target = build("llama")
+    assert new_draft(target, range(9), TrainSettings(layers=(1,))).layers == (1,)
+    for wrong in ((0,), (0, 1), (2,), (-1, 1)):
+        with pytest.raises(TrainError, match=r"^layers=\(.*hidden states from 1 to 1, as Llama.* has 2 layers"):
+            new_draft(target, range(9), TrainSettings(layers=wrong))
+    for wrong in ((0, 2), (-1, 0)):
+        with pytest.raises(TrainError, match=r"^layers=\(.*numbers of layers from 0 to 1"):
+            new_draft(target, range(9), TrainSettings(kind="model", layers=wrong))
+    with pytest.raises(TrainError, match="^kind='eagle3': .* has 1; train kind='medusa'"):
+        new_draft(cut_model(target, [0]), range(9), TrainSettings())
+
+
+def test_a_lent_target_learns_nothing_and_is_given_back() -> None:
+    target = copy.deepcopy(learnable(0)).train()
+    target.model.norm.weight.requires_grad_(False)
+    target.model.layers[1].eval()
+    modes = [module.training for module in target.modules()]
+    flags = {name: weight.requires_grad for name, weight in target.named_parameters()}
+    # It has neither embeddings nor an LM head of its own.
+    head = eagle(48, VOCAB)
+    lesson = head_lesson(head, Borrowed.of(target), 3, depths=2)
+    tokens = torch.randint(FIRST, VOCAB, (2, 9))
+    likely = torch.stack([tokens, tokens - 1], dim=-1)
+    logp = torch.full(likely.shape, 0.5).log()
+    batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), torch.randn(2, 9, 48), likely, logp)
+    with pytest.raises(KeyError), lent(target):
+        assert not any(module.training for module in target.modules())
+        lesson(batch)[0].backward()
+        raise KeyError
+    assert head.fc.weight.grad is not None and head.fc.weight.grad.any()
+    assert all(weight.grad is None for weight in target.parameters())
+    assert modes == [module.training for module in target.modules()] and True in modes and False in modes
+    assert flags == {name: weight.requires_grad for name, weight in target.named_parameters()}
 
 
 def test_evenly_spaced() -> None:
@@ -158,6 +198,7 @@ def test_settings_that_cannot_work() -> None:
     wrong: list[dict[str, Any]] = [
         {"kind": "eagle"}, {"depths": 0}, {"vocabulary": 0}, {"decay": 0.0}, {"kind": "mlp", "layers": (1,)},
         {"kind": "medusa", "inner_size": 8}, {"tokens": 0}, {"measured": -1}, {"layers": ()},
+        {"layers": (2, 1)}, {"layers": (1, 1)},
     ]  # fmt: skip
     for settings in wrong:
         with pytest.raises(TrainError, match=list(settings)[-1]):
