@@ -87,6 +87,28 @@ def test_ends_caches_and_the_fallback(growth: str) -> None:
     assert_same_text(plain, again, width=text.shape[1])
 
 
+@pytest.mark.parametrize("rule", ["coupled", "traversal"])
+def test_a_row_that_ends_early_in_a_batch_in_step(rule: str) -> None:
+    """It goes on through padding of which it had no tree."""
+    model = multitoken.treed("glm4_moe")
+    modules = multitoken.random_modules(model)
+    config = WIDE.replace(draft="model", max_nodes=8, verification=rule)
+    call = {**prompt(3), "max_new_tokens": 2 * NEW, "do_sample": True}
+
+    def text(**more: Any) -> Tensor:
+        more = {"assistant_model": modules, "tree_config": config, **more}
+        return model.generate(**call, **more, **cache_argument(new_cache(model)))[:, WIDTH:]
+
+    # Of row 0 early, and of no other.
+    whole = text()
+    call["eos_token_id"] = next(int(token) for token in whole[0, 1:6] if not (whole[1:] == token).any())
+    tree = text()
+    assert not tree[0, 6:].any() and tree[1:].all()
+    assert model.treespec_stats.accepted_tokens > 0
+    if rule == "coupled":
+        assert torch.equal(text(tree_config=WIDE.replace(max_nodes=0), assistant_model=None), tree)
+
+
 def test_prompts_of_one_token_and_without_ids() -> None:
     model = multitoken.treed("glm4_moe")
     modules = multitoken.random_modules(model)

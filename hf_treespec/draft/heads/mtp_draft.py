@@ -75,7 +75,10 @@ class MtpDraft(HeadDraft):
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep what was read of the accepted paths; see `Draft.commit`."""
         if self._passes:
-            built = [[kept[node] for node in path] for kept, path in zip(self._kept, paths, strict=True)]
+            # In step an ended row has a path through padding, of which no tree was proposed.
+            built = [
+                [kept[node] for node in path if node < len(kept)] for kept, path in zip(self._kept, paths, strict=True)
+            ]
             depths = [builder.depths for builder in self._builders]
             made: list[Tensor] | None = None
             for number, module in enumerate(self._modules):
