@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import torch
@@ -43,36 +44,67 @@ def mtp_declared(model: PreTrainedModel) -> int:
 def load_mtp(model: PreTrainedModel) -> PreTrainedModel:
     """The modules of a model, from the checkpoint that it was loaded from; embeddings and head are the model's own.
 
+    They have the type in which the model computes now, but for what transformers keeps in float32.
+
     Raises:
         OSError, ValueError, RuntimeError: if there is no checkpoint, or it lacks some of their weights.
     """
-    modules: PreTrainedModel = MtpModel.from_pretrained(model, device_map={"": _last_layer(model)[0]})
+    modules: PreTrainedModel = MtpModel.from_pretrained(model, device_map={"": _last_device(model)})
+    _cast(modules, model)
     follow_model(modules, model)
     return modules
 
 
 def follow_model(modules: Any, model: PreTrainedModel) -> None:
-    """Bring the modules to where the last layer of their model is, in its type, and give them its embeddings and head.
+    """Bring the modules to where the last layer of their model is, and give them its embeddings and head.
 
-    Only what belongs to the modules alone is moved, and put into evaluation.
+    Only what belongs to the modules alone is moved, and put into evaluation. Their type is that of their loading: the
+    weights of the model may have become of one in which nothing else could be kept.
     """
-    device, dtype = _last_layer(model)
+    device = _last_device(model)
     for part in _own_parts(modules):
-        part.to(device, dtype).eval()
-    if modules.embed_tokens is not model.get_input_embeddings() or modules.shared_head is not model.lm_head:
+        part.to(device).eval()
+    table, own = model.get_input_embeddings(), modules.embed_tokens
+    # With a norm of its own, which the modules go without, it is a copy of the table; the weight need not be.
+    tied = own is table or (hasattr(table, "embed_norm") and own.weight is table.weight)
+    if not tied or modules.shared_head is not model.lm_head:
         modules.tie_with_main_model(model)
+        if modules.embed_tokens is not table:
+            modules.embed_tokens.weight = table.weight
 
 
-def mtp_place(modules: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
-    """Device and type of the modules' own weights."""
-    weight = next(p for part in _own_parts(modules) for p in part.parameters() if p.is_floating_point())
+def mtp_place(modules: Any) -> tuple[torch.device, torch.dtype]:
+    """Device and type of the modules' own weights: of those that read the inputs, as norms may be kept in float32."""
+    weights = [modules.layers[0].eh_proj.weight, *modules.layers.parameters()]
+    weight = next(weight for weight in weights if _computes(weight))
     return weight.device, weight.dtype
 
 
-def _last_layer(model: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
+def _last_device(model: PreTrainedModel) -> torch.device:
     layers: Any = model.get_decoder().get_submodule("layers")
-    weight = next((p for p in layers[-1].parameters() if p.is_floating_point()), None)
-    return (model.device, model.dtype) if weight is None else (weight.device, weight.dtype)
+    weight = next(layers[-1].parameters(), None)
+    return model.device if weight is None else weight.device
+
+
+def _computes(tensor: Tensor) -> bool:
+    """Whether these are numbers to compute with, rather than ones that some scale belongs to."""
+    return tensor.is_floating_point() and tensor.element_size() > 1
+
+
+def _cast(modules: Any, model: PreTrainedModel) -> None:
+    wanted = model.dtype
+    if wanted.itemsize == 1:
+        wanted = next((weight.dtype for weight in model.parameters() if _computes(weight)), mtp_place(modules)[1])
+    # As `from_pretrained` has it.
+    names = {
+        *((model._keep_in_fp32_modules or ()) if wanted is torch.float16 else ()),
+        *((model._keep_in_fp32_modules_strict or ()) if wanted in (torch.float16, torch.bfloat16) else ()),
+    }
+    kept = [re.compile(re.escape(name).replace(r"\*", ".*")) for name in names]
+    for part in _own_parts(modules):
+        for name, tensor in [*part.named_parameters(), *part.named_buffers()]:
+            if _computes(tensor) and not any(pattern.search(name) for pattern in kept):
+                tensor.data = tensor.data.to(wanted)
 
 
 def _own_parts(modules: Any) -> list[nn.Module]:

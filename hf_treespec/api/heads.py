@@ -68,6 +68,13 @@ def find_head(model: PreTrainedModel, config: TreeConfig, assistant: Any) -> Dra
         return DFlashHead.around(inner)
     if not _compat.reads_shared_states(inner):
         return None
+    route = is_supported(model).route
+    if not route.masked:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot take a {type(inner).__name__} as assistant_model: trees enter it by the "
+            f"route {route.value!r}, the assistant reads its keys and values between forwards of one row under a tree "
+            "mask. Leave assistant_model out to draft by n-grams"
+        )
     check_attention(inner, config.attention)
     return AssistantHead(inner, lent_layers(model, inner))
 

@@ -30,6 +30,21 @@ batches = pytest.mark.parametrize("batch", [1, 3])
 samplings = pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["t0", "t0.9"])
 kinds = pytest.mark.parametrize("kind", multitoken.KINDS)
 NEW = 12
+INKLING: dict[str, Any] = {
+    "vocab_size": 71,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_mtp_layers": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+}
 # Wide enough that random modules are right now and then, and sometimes twice in a row.
 WIDE = TreeConfig(max_nodes=48, max_depth=4, max_children=16, growth="static", fallback="off", seed=3)
 DEEP = WIDE.replace(draft_options={"mtp": {"depth": 4}})
@@ -85,6 +100,28 @@ def test_ends_caches_and_the_fallback(growth: str) -> None:
     del more["assistant_model"]
     plain = model.generate(text, attention_mask=whole, tree_config=config.replace(max_nodes=0), **more)
     assert_same_text(plain, again, width=text.shape[1])
+
+
+@pytest.mark.parametrize("rule", ["coupled", "traversal"])
+def test_a_row_that_ends_early_in_a_batch_in_step(rule: str) -> None:
+    """It goes on through padding of which it had no tree."""
+    model = multitoken.treed("glm4_moe")
+    modules = multitoken.random_modules(model)
+    config = WIDE.replace(draft="model", max_nodes=8, verification=rule)
+    call = {**prompt(3), "max_new_tokens": 2 * NEW, "do_sample": True}
+
+    def text(**more: Any) -> Tensor:
+        more = {"assistant_model": modules, "tree_config": config, **more}
+        return model.generate(**call, **more, **cache_argument(new_cache(model)))[:, WIDTH:]
+
+    # Of row 0 early, and of no other.
+    whole = text()
+    call["eos_token_id"] = next(int(token) for token in whole[0, 1:6] if not (whole[1:] == token).any())
+    tree = text()
+    assert not tree[0, 6:].any() and tree[1:].all()
+    assert model.treespec_stats.accepted_tokens > 0
+    if rule == "coupled":
+        assert torch.equal(text(tree_config=WIDE.replace(max_nodes=0), assistant_model=None), tree)
 
 
 def test_prompts_of_one_token_and_without_ids() -> None:
@@ -295,8 +332,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def loaded(folder: Path) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+def loaded(folder: Path, **options: Any) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
     # As published models of this kind name theirs, by the numbers of their sizes.
     model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[2-4]\..*"]
     return model
@@ -327,9 +364,11 @@ def test_use_mtp_reads_them_from_the_checkpoint(checkpoint: Path, sampling: dict
 def test_modules_follow_their_model_and_go_with_it(checkpoint: Path) -> None:
     model = enable(loaded(checkpoint))
     made = api_mtp.mtp_modules(model)
+    made.layers.train()
+    # They read what it gives in any type.
     model.bfloat16()
-    assert made.layers[0].eh_proj.weight.dtype is torch.float32
-    assert api_mtp.mtp_modules(model).layers[0].eh_proj.weight.dtype is torch.bfloat16
+    assert api_mtp.mtp_modules(model) is made and made.layers[0].eh_proj.weight.dtype is torch.float32
+    assert not made.layers.training
     model.generate(**prompt(1), max_new_tokens=6, do_sample=False, tree_config=WIDE, use_mtp=True)
     assert model.treespec_stats.draft == "mtp"
     ended = weakref.ref(made)
@@ -341,6 +380,47 @@ def test_modules_follow_their_model_and_go_with_it(checkpoint: Path) -> None:
     del model
     gc.collect()
     assert ended() is None
+
+
+@pytest.mark.parametrize("cast", ["loaded", "later"])
+def test_modules_have_the_type_of_their_model(checkpoint: Path, cast: str) -> None:
+    """But for what is kept in float32."""
+    model = enable(loaded(checkpoint, **({"dtype": torch.bfloat16} if cast == "loaded" else {})))
+    if cast == "later":
+        model.bfloat16()
+    made = api_mtp.mtp_modules(model)
+    gate = made.layers[0].mtp_block.mlp.gate
+    assert {gate.weight.dtype, gate.e_score_correction_bias.dtype} == {torch.float32}
+    others = {tensor.dtype for name, tensor in made.layers.state_dict().items() if ".gate." not in name}
+    assert others == {torch.bfloat16}
+    model.generate(**prompt(1), max_new_tokens=6, do_sample=False, tree_config=WIDE, use_mtp=True)
+    assert model.treespec_stats.drafted_nodes > 0
+    assert gate.e_score_correction_bias.dtype is torch.float32
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_weights_of_one_byte_are_no_type_for_modules(checkpoint: Path, when: str) -> None:
+    model = loaded(checkpoint)
+    made = None if when == "before" else api_mtp.mtp_modules(model)
+    for weight in model.get_decoder().layers[-1].parameters():
+        weight.data = weight.data.to(torch.float8_e4m3fn)
+    again = api_mtp.mtp_modules(model)
+    assert made in (None, again)
+    assert {weight.dtype for weight in again.layers.parameters()} == {torch.float32}
+
+
+def test_a_table_with_a_norm_is_copied_once() -> None:
+    model = AutoModelForCausalLM.from_config(InklingTextConfig(**INKLING)).eval()
+    modules = MtpModel(model, 1)
+    api_mtp._compat.follow_model(modules, model)
+    table = modules.embed_tokens
+    assert table.weight is model.get_input_embeddings().weight
+    api_mtp._compat.follow_model(modules, model)
+    assert modules.embed_tokens is table
+    model.resize_token_embeddings(80)
+    api_mtp._compat.follow_model(modules, model)
+    assert modules.embed_tokens.weight is model.get_input_embeddings().weight
+    assert modules.shared_head is model.lm_head
 
 
 # -- refusals --
@@ -375,11 +455,6 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
 
 
 def test_states_that_only_go_forward_are_refused() -> None:
-    config = InklingTextConfig(
-        vocab_size=71, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_mtp_layers=1, n_routed_experts=4,
-        num_experts_per_tok=2, pad_token_id=0, eos_token_id=None,
-    )  # fmt: skip
-    model = enable(AutoModelForCausalLM.from_config(config).eval())
+    model = enable(AutoModelForCausalLM.from_config(InklingTextConfig(**INKLING)).eval())
     refused(model, "only go forward", use_mtp=True)
     refused(model, "only go forward", assistant_model=MtpModel(model, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,9 +19,12 @@ import heads
 import tiny
 from calls import BUSHES, GREEDY, SAMPLED
 from hf_treespec import TreeConfig, UnsupportedCallError, UnsupportedModelError, _compat, enable
+from hf_treespec.api import heads as api_heads
 from hf_treespec.api.shared_states import lent_layers
+from hf_treespec.api.support import Support
 from hf_treespec.cache import check_readable
 from hf_treespec.draft.heads import shared_states
+from hf_treespec.routes import Route
 from hf_treespec.tree import TreeBuilder
 from tiny import WIDTH, assert_same_text, cache_argument, new_cache
 
@@ -257,6 +261,18 @@ def test_what_cannot_be_is_refused() -> None:
     other = gemma.assistant()
     with _compat.custom_attention(other, "hf_treespec_other", lambda *_, **__: None, "sdpa"):
         refused(model, other, "takes no tree mask", UnsupportedCallError)
+
+
+@pytest.mark.parametrize("route", [Route.PATHS, Route.OWN_STATE, Route.STEPS])
+def test_targets_without_a_tree_mask_are_refused(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, helper = enable(gemma.build()), gemma.assistant()
+    monkeypatch.setattr(api_heads, "is_supported", lambda _: Support(True, route, ""))
+    ran: list[Any] = []
+    for each in (model, helper):
+        each.register_forward_pre_hook(lambda *_: ran.append(1))
+    with pytest.raises(UnsupportedModelError, match=f"the route '{re.escape(route.value)}'.* Leave assistant_model"):
+        api_heads.find_head(model, WIDE, helper)
+    assert not ran
 
 
 def test_caches_that_cannot_be_read_between_forwards_are_refused() -> None:

@@ -20,6 +20,7 @@ from hf_treespec.cache import RowCache
 from hf_treespec.draft.base import DraftRow, Features
 from hf_treespec.draft.heads.base import Borrowed
 from hf_treespec.draft.heads.eagle import EagleHead
+from hf_treespec.draft.heads.pieces import Pieces
 from hf_treespec.draft.heads.rows import HeadDraft
 from hf_treespec.draft.levels import LevelReader, Reader, left_padded
 from hf_treespec.draft.ranking import Ranker
@@ -70,8 +71,8 @@ class EagleDraft(HeadDraft, Reader):
         super().__init__(head, ranker, growth=growth, features=features)
         self._lent = lent
         self._readable = readable if head.embed_tokens is None else head.vocab_size
-        # Per row `[pairs, F]`, the features of pairs that are not in the cache.
-        self._fresh: list[Tensor] = []
+        # Per row the features `[pairs, F]` of pairs that are not in the cache.
+        self._fresh: list[Pieces] = []
         # Per row the token of its first pair; known at the first proposal.
         self._first: list[int] = []
         self._shifts = torch.zeros((0, 1), dtype=torch.long)
@@ -85,10 +86,11 @@ class EagleDraft(HeadDraft, Reader):
         """Add the features of new pairs; see `FeatureDraft.read`."""
         if not self._fresh:
             width = next(state.shape[1] for state in states if state is not None)
-            self._fresh = [torch.zeros((0, width), device=self._head.device, dtype=self._head.dtype) for _ in states]
+            nothing = torch.zeros((0, width), device=self._head.device, dtype=self._head.dtype)
+            self._fresh = [Pieces(nothing) for _ in states]
         for row, state in enumerate(states):
             if state is not None:
-                self._fresh[row] = torch.cat([self._fresh[row], self._head.placed(state)])
+                self._fresh[row].add(self._head.placed(state))
 
     def propose(self, rows: Sequence[DraftRow], limits: Sequence[TreeLimits]) -> list[TokenTree]:
         """One tree per row; see `Draft.propose`."""
@@ -98,7 +100,8 @@ class EagleDraft(HeadDraft, Reader):
             # some of a prompt whose ids nobody knows.
             self._first = [max(0, len(row.tokens) - len(self._fresh[row.index])) for row in rows]
             counts = [len(row.tokens) - first for row, first in zip(rows, self._first, strict=True)]
-            self._fresh = [fresh[len(fresh) - count :] for fresh, count in zip(self._fresh, counts, strict=True)]
+            for fresh, count in zip(self._fresh, counts, strict=True):
+                fresh.drop(len(fresh) - count)
             shifts = [[row.offset + first - 1] for row, first in zip(rows, self._first, strict=True)]
             self._shifts = torch.tensor(shifts)
         return super().propose(rows, limits)
@@ -109,7 +112,7 @@ class EagleDraft(HeadDraft, Reader):
             before = list(self._rows.lengths)
             self._levels.commit(paths)
             for row, (then, now) in enumerate(zip(before, self._rows.lengths, strict=True)):
-                self._fresh[row] = self._fresh[row][now - then :]
+                self._fresh[row].drop(now - then)
         self.abandon()
 
     def abandon(self) -> None:
@@ -150,11 +153,11 @@ class EagleDraft(HeadDraft, Reader):
         if not any(texts):
             return rows
         ids, positions, mask = left_padded([[self.safe(token) for token in text] for text in texts])
-        fresh = [row[: len(text)] for row, text in zip(self._fresh, texts, strict=True)]
+        fresh = [row.whole[: len(text)] for row, text in zip(self._fresh, texts, strict=True)]
         self._read(ids, self._placed(fresh, ids.shape[1]), positions, mask, rows)
         for row, text in enumerate(texts):
             rows.lengths[row] = len(text)
-            self._fresh[row] = self._fresh[row][len(text) :]
+            self._fresh[row].drop(len(text))
         return rows
 
     def _placed(self, features: Sequence[Tensor], width: int) -> Tensor:
@@ -190,7 +193,9 @@ class EagleDraft(HeadDraft, Reader):
         above = self._levels.above
         if above is None:
             counts = self._levels.fresh
-            states = self._placed([fresh[:count] for fresh, count in zip(self._fresh, counts, strict=True)], width)
+            states = self._placed(
+                [fresh.whole[:count] for fresh, count in zip(self._fresh, counts, strict=True)], width
+            )
         else:
             assert self._states is not None
             states = self._aligned([row[slots] for row, slots in zip(self._states, above, strict=True)], width)

@@ -20,6 +20,7 @@ from hf_treespec import _compat
 from hf_treespec.draft.base import DraftRow, Features
 from hf_treespec.draft.heads.mtp import MtpHead
 from hf_treespec.draft.heads.mtp_levels import ModulePass, MtpModule
+from hf_treespec.draft.heads.pieces import Pieces
 from hf_treespec.draft.heads.rows import HeadDraft
 from hf_treespec.draft.ranking import Ranker
 from hf_treespec.tree import Candidate, TokenTree, TreeBuilder, TreeLimits
@@ -43,8 +44,8 @@ class MtpDraft(HeadDraft):
     def __init__(self, head: MtpHead, ranker: Ranker, *, growth: str, features: Features, readable: int) -> None:
         super().__init__(head, ranker, growth=growth, features=features)
         self._readable = readable
-        # Per row `[pairs, H]`, hidden states of the target, until the modules are there.
-        self._early: list[Tensor] = []
+        # Per row hidden states of the target, until the modules are there.
+        self._early: list[Pieces] = []
         self._modules: list[MtpModule] = []
         self._open: ExitStack | None = None
         self._passes: list[ModulePass] = []
@@ -56,14 +57,11 @@ class MtpDraft(HeadDraft):
     def read(self, states: Sequence[Tensor | None]) -> None:
         """Add the inputs of new pairs of the first module; see `FeatureDraft.read`."""
         if not self._early and not self._modules:
-            self._early = [
-                torch.zeros((0, self._head.hidden_size), device=self._head.device, dtype=self._head.dtype)
-                for _ in states
-            ]
+            self._early = [Pieces(self._nothing()) for _ in states]
         known = self._modules[0].fresh if self._modules else self._early
         for row, state in enumerate(states):
             if state is not None:
-                known[row] = torch.cat([known[row], self._head.placed(state)])
+                known[row].add(self._head.placed(state))
 
     def propose(self, rows: Sequence[DraftRow], limits: Sequence[TreeLimits]) -> list[TokenTree]:
         """One tree per row; see `Draft.propose`."""
@@ -75,7 +73,10 @@ class MtpDraft(HeadDraft):
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep what was read of the accepted paths; see `Draft.commit`."""
         if self._passes:
-            built = [[kept[node] for node in path] for kept, path in zip(self._kept, paths, strict=True)]
+            # In step an ended row has a path through padding, of which no tree was proposed.
+            built = [
+                [kept[node] for node in path if node < len(kept)] for kept, path in zip(self._kept, paths, strict=True)
+            ]
             depths = [builder.depths for builder in self._builders]
             made: list[Tensor] | None = None
             for number, module in enumerate(self._modules):
@@ -104,7 +105,8 @@ class MtpDraft(HeadDraft):
         fresh = self._early
         first = [max(0, len(row.tokens) - len(fresh[row.index])) for row in rows]
         counts = [len(row.tokens) - start for row, start in zip(rows, first, strict=True)]
-        fresh = [states[len(states) - count :] for states, count in zip(fresh, counts, strict=True)]
+        for states, count in zip(fresh, counts, strict=True):
+            states.drop(len(states) - count)
         cache = _compat.make_mtp_cache(self._head.all.config)
         self._modules = [
             MtpModule(
@@ -115,11 +117,14 @@ class MtpDraft(HeadDraft):
                 self._readable,
                 first=[start + number for start in first],
                 offsets=[row.offset for row in rows],
-                fresh=[states if number == 0 else states[:0] for states in fresh],
+                fresh=[states if number == 0 else Pieces(self._nothing()) for states in fresh],
             )
             for number in range(self._head.count)
         ]
         self._early = []
+
+    def _nothing(self) -> Tensor:
+        return torch.zeros((0, self._head.hidden_size), device=self._head.device, dtype=self._head.dtype)
 
     def _reads(self, row: int) -> bool:
         return bool(self._modules) and len(self._modules[0].fresh[row]) > 0
@@ -192,7 +197,7 @@ class MtpDraft(HeadDraft):
         nodes: list[list[int]] = []
         inputs: list[Tensor] = []
         for row, (builder, wanted) in enumerate(zip(builders, frontier, strict=True)):
-            states = module.fresh[row]
+            states = module.fresh[row].whole
             if not wanted:
                 nodes.append([])
                 inputs.append(states[:0])

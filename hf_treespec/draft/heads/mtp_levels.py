@@ -14,6 +14,7 @@ from hf_treespec import _compat
 from hf_treespec.cache import CacheTransaction, RowCache
 from hf_treespec.draft.base import DraftRow
 from hf_treespec.draft.heads.mtp import MtpHead
+from hf_treespec.draft.heads.pieces import Pieces
 from hf_treespec.draft.levels import LevelReader, Reader, left_padded
 from hf_treespec.draft.ranking import Ranker
 from hf_treespec.tree import Candidate, TreeBuilder
@@ -32,7 +33,7 @@ class MtpModule(Reader):
         readable: token ids that the target can read.
         first: per row the token of its first pair.
         offsets: per row the position of the first token.
-        fresh: per row `[pairs, H]`, inputs of the pairs behind those in the cache.
+        fresh: per row inputs of the pairs behind those in the cache.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class MtpModule(Reader):
         *,
         first: Sequence[int],
         offsets: Sequence[int],
-        fresh: list[Tensor],
+        fresh: list[Pieces],
     ) -> None:
         self._head = head
         self._number = number
@@ -65,8 +66,9 @@ class MtpModule(Reader):
 
     def take(self, row: int, count: int, made: Tensor | None) -> None:
         """Forget the inputs of pairs that are in the cache now, after those that the module before has made."""
-        known = self.fresh[row] if made is None else torch.cat([self.fresh[row], made])
-        self.fresh[row] = known[count:]
+        if made is not None:
+            self.fresh[row].add(made)
+        self.fresh[row].drop(count)
 
     def aligned(self, inputs: Sequence[Tensor], width: int) -> Tensor:
         """`[B, width, H]`, right-aligned behind zeros."""
@@ -80,7 +82,9 @@ class MtpModule(Reader):
         """Read the first pairs of each row as one left-padded batch; returns per row what was made of them."""
         ids, positions, mask = left_padded([[self.safe(token) for token in text] for text in texts])
         width = ids.shape[1]
-        self.inputs = self.aligned([fresh[: len(text)] for fresh, text in zip(self.fresh, texts, strict=True)], width)
+        self.inputs = self.aligned(
+            [fresh.whole[: len(text)] for fresh, text in zip(self.fresh, texts, strict=True)], width
+        )
         out = self.forward(ids, self._shifts + positions, self.rows, mask)
         self.rows.lengths = [len(text) for text in texts]
         return [out[row, width - len(text) :] for row, text in enumerate(texts)]
