@@ -20,6 +20,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import pytest
 import torch
 
+from hf_treespec.api import support
+
 ROOT = Path(__file__).resolve().parent.parent
 OURS = ("hf_treespec", "treespec_kernels")
 # Frames between a deprecated call and the log line about it.
@@ -53,6 +55,9 @@ def pytest_configure(config: pytest.Config) -> None:
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
     logging.getLogger("transformers").addHandler(DeprecationGuard())
+    # Tests build more models than a process of users; one whose answer was forgotten would be probed again, and tests
+    # that count forwards would hang on their order.
+    support._REMEMBERED = 1 << 20
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -101,6 +101,7 @@ def is_supported(model: Any) -> Support:
     with _LOCK:
         key = _key(inner)
         if key in _ANSWERS:
+            _ANSWERS.move_to_end(key)
             return _ANSWERS[key]
         static = _static_reason(inner)
         if static is not None:

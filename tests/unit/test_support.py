@@ -31,7 +31,9 @@ from transformers import (
 )
 from transformers import LlamaForCausalLM as Llama
 
+import tiny
 from hf_treespec import Support, disable, enable, is_supported
+from hf_treespec.api import support
 from hf_treespec.api.probe import probe_masks
 from hf_treespec.api.support import unwrap
 
@@ -465,3 +467,17 @@ def test_a_wrapper_of_something_else_is_refused() -> None:
     loop = Ddp(nn.Linear(1, 1))
     loop.__dict__["module"] = loop
     assert not is_supported(loop).ok  # and it returns
+
+
+def test_answers_in_use_are_kept_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "_ANSWERS", type(support._ANSWERS)())
+    monkeypatch.setattr(support, "_REMEMBERED", 2)
+    first, second, third = (tiny.build(family) for family in ("llama", "qwen3", "mistral"))
+    for model in (first, second, first, third):
+        assert is_supported(model).ok
+    for model, forwards in ((first, False), (second, True)):
+        ran: list[int] = []
+        handle = model.register_forward_pre_hook(lambda *_, ran=ran: ran.append(1))
+        is_supported(model)
+        handle.remove()
+        assert bool(ran) == forwards
