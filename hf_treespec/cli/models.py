@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +14,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging as transformers_logging
 
 from hf_treespec.cli.faults import UsageFault, one_line
+from hf_treespec.cli.promptsets import PromptSet
 from hf_treespec.draft.heads import is_head, load_draft
 
 __all__ = [
     "LoadOptions",
     "check_path",
     "encode",
+    "encode_sets",
     "load_drafter",
     "load_model",
     "load_tokenizer",
@@ -180,6 +182,28 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool, argumen
     if ids.shape[1] == 0:
         raise UsageFault(argument, "the prompt has no tokens")
     return {"input_ids": ids.long(), "attention_mask": mask.long()}
+
+
+def encode_sets(
+    tokenizer: PreTrainedTokenizerBase, sets: Sequence[PromptSet], chat: bool | None
+) -> list[dict[str, torch.Tensor]]:
+    """Inputs of `generate` for all prompts of some sets, as `encode` gives them.
+
+    Args:
+        tokenizer: the tokenizer of the model.
+        sets: the prompts.
+        chat: the option `--chat` or `--raw`; None for what suits the set and the tokenizer.
+    """
+    return [
+        encode(
+            tokenizer,
+            text,
+            chat=one.chat and bool(tokenizer.chat_template) if chat is None else chat,
+            argument="--chat" if chat else f"--set {one.name}",
+        )
+        for one in sets
+        for text in one.prompts
+    ]
 
 
 def pad_arguments(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:

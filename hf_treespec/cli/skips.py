@@ -73,7 +73,7 @@ def _skips(
     search: dict[str, int],
 ) -> dict[str, Any]:
     from hf_treespec import LayerSkip, TreeConfig, find_layer_skip
-    from hf_treespec.cli.models import LoadOptions, encode, load_model, load_tokenizer, pad_arguments
+    from hf_treespec.cli.models import LoadOptions, encode_sets, load_model, load_tokenizer, pad_arguments
     from hf_treespec.cli.progress import progress_bar
     from hf_treespec.cli.promptsets import load_set
 
@@ -83,16 +83,7 @@ def _skips(
     options = LoadOptions(**load)
     prompts = [load_set(spec, limit) for spec in sets]
     tokenizer = load_tokenizer(name, "MODEL")
-    inputs = [
-        encode(
-            tokenizer,
-            text,
-            chat=one.chat and bool(tokenizer.chat_template) if chat is None else chat,
-            argument="--chat" if chat else f"--set {one.name}",
-        )
-        for one in prompts
-        for text in one.prompts
-    ]
+    inputs = encode_sets(tokenizer, prompts, chat)
     model = load_model(name, "MODEL", options)
     with progress_bar(search["trials"], "sets of layers") as bar:
         best = 0.0

@@ -163,7 +163,7 @@ def _train(
 ) -> dict[str, Any] | None:
     """What the run came to; None on all processes but the first."""
     from hf_treespec.cli.environment import describe_environment
-    from hf_treespec.cli.models import LoadOptions, encode, load_model, load_tokenizer
+    from hf_treespec.cli.models import LoadOptions, encode_sets, load_model, load_tokenizer
     from hf_treespec.cli.promptsets import load_set
     from hf_treespec.train import train_draft
 
@@ -171,16 +171,7 @@ def _train(
     accelerator = _accelerator(device, precision)
     prompts = [load_set(spec, limit) for spec in sets]
     tokenizer = load_tokenizer(name, "MODEL")
-    inputs = [
-        encode(
-            tokenizer,
-            text,
-            chat=one.chat and bool(tokenizer.chat_template) if chat is None else chat,
-            argument="--chat" if chat else f"--set {one.name}",
-        )["input_ids"][0].tolist()
-        for one in prompts
-        for text in one.prompts
-    ]
+    inputs = [one["input_ids"][0].tolist() for one in encode_sets(tokenizer, prompts, chat)]
     model = load_model(name, "MODEL", LoadOptions(**load, device=str(accelerator.device)))
     progress = _Progress()
     try:

@@ -171,12 +171,10 @@ class EagleLesson(Lesson):
             yield Laws(places, self.draft.logits(states[:, :width][chosen], lent))
 
 
-class MedusaLesson(Lesson):
-    """Medusa: one law for each depth, from the hidden state of the token before the root."""
+class _LastStateLesson(Lesson):
+    """A head that looks so many tokens ahead of the last hidden state alone."""
 
-    draft: MedusaHead
-
-    def __init__(self, draft: MedusaHead, *, decay: float = 0.8) -> None:
+    def __init__(self, draft: MedusaHead | MLPHead, *, decay: float = 0.8) -> None:
         super().__init__(
             draft,
             Features(last=True),
@@ -185,6 +183,12 @@ class MedusaLesson(Lesson):
             vocab_size=draft.vocab_size,
             decay=decay,
         )
+
+
+class MedusaLesson(_LastStateLesson):
+    """Medusa: one law for each depth, from the hidden state of the token before the root."""
+
+    draft: MedusaHead
 
     def laws(self, batch: Batch) -> Iterator[Laws]:
         """See `Lesson.laws`."""
@@ -197,20 +201,10 @@ class MedusaLesson(Lesson):
             yield Laws(places, self.draft.law(chosen, depth))
 
 
-class MLPLesson(Lesson):
+class MLPLesson(_LastStateLesson):
     """Recurrent MLP: a small state that reads a token a depth."""
 
     draft: MLPHead
-
-    def __init__(self, draft: MLPHead, *, decay: float = 0.8) -> None:
-        super().__init__(
-            draft,
-            Features(last=True),
-            depths=draft.max_depth,
-            ids_V=draft.ids,
-            vocab_size=draft.vocab_size,
-            decay=decay,
-        )
 
     def laws(self, batch: Batch) -> Iterator[Laws]:
         """See `Lesson.laws`."""
