@@ -161,14 +161,27 @@ class EagleLesson(Lesson):
     def laws(self, batch: Batch) -> Iterator[Laws]:
         """See `Lesson.laws`."""
         (lent,) = self._lent
-        pairs = self.draft.unroll(batch.features_BTF[:, :-1], batch.tokens_BT[:, 1:], lent, steps=self.depths)
-        for step, states in enumerate(pairs):
+        length = batch.tokens_BT.shape[1]
+        pairs = self._pairs(batch.new_BT)
+        made = self.draft.unroll(
+            batch.features_BTF[:, :-1], batch.tokens_BT[:, 1:], lent, steps=self.depths, pairs_BM=pairs
+        )
+        for step, states in enumerate(made):
             # Pair i of step j is about token i + j + 2.
             first = step + 2
-            places = _shifted(batch.new_BT, first)
-            width = max(0, states.shape[1] + 1 - first)
-            chosen = places[:, first : first + width]
-            yield Laws(places, self.draft.logits(states[:, :width][chosen], lent))
+            about = first + (pairs if step else torch.arange(length - 1, device=pairs.device).expand(len(pairs), -1))
+            asked = batch.new_BT.gather(1, about.clamp(max=length - 1)) & (about < length)
+            yield Laws(_shifted(batch.new_BT, first), self.draft.logits(states[asked], lent))
+
+    def _pairs(self, new_BT: Tensor) -> Tensor:
+        """Pairs of each text that the steps after the first need; prompts are a good part of most texts."""
+        first = new_BT.int().argmax(1)
+        # The last step is about the first token of the target's own at pair `first - depths - 1`, step 1 about the last
+        # one at `end - 4`.
+        start = (first - self.depths - 1).clamp(min=0)
+        end = first + new_BT.sum(1)
+        width = max(1, int((end - 3 - start).max()))
+        return start[:, None] + torch.arange(width, device=new_BT.device)
 
 
 class _LastStateLesson(Lesson):

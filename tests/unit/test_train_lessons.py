@@ -176,6 +176,39 @@ def test_the_loss_is_the_cross_entropy_of_both_laws(target: PreTrainedModel) -> 
     assert float(total.detach()) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_beside_one_another_are_learnt_as_alone(kind: str, target: PreTrainedModel) -> None:
+    """Prompts of all lengths, so that each text needs other places of the steps."""
+    made = lesson(oracle(kind, target), target)
+    shapes = [(1, 9), (7, 4), (3, 1), (2, 12), (9, 0)]
+    texts = [example(made, target, seed, *shape) for seed, shape in enumerate(shapes)]
+    with torch.no_grad():
+        together = made(stacked(texts))
+        alone = [made(stacked([text])) for text in texts]
+    for place in range(2):
+        assert float(together[place]) == pytest.approx(sum(float(one[place]) for one in alone), rel=1e-5)
+    runs, single = made.runs(stacked(texts)), [made.runs(stacked([text]))[0] for text in texts]
+    for row, one in zip(runs, single, strict=True):
+        assert row[: len(one)].tolist() == one.tolist() and (row[len(one) :] == -1).all()
+
+
+def test_steps_at_some_pairs_are_those_at_all(target: PreTrainedModel) -> None:
+    head = perfect_head("eagle3", target)
+    # One that looks at what went before.
+    for seed, weight in enumerate(head.decoder.parameters()):
+        nn.init.normal_(weight, std=0.3, generator=torch.Generator().manual_seed(seed))
+    made = lesson(head, target)
+    batch = stacked([example(made, target, seed, 4, 8) for seed in range(3)])
+    given = (batch.features_BTF[:, :-1], batch.tokens_BT[:, 1:], Borrowed.of(target))
+    pairs = torch.tensor([[0, 1, 2, 3], [5, 6, 7, 8], [9, 10, 11, 12]])
+    whole, some = head.unroll(*given, steps=DEPTHS), head.unroll(*given, steps=DEPTHS, pairs_BM=pairs)
+    torch.testing.assert_close(some[0], whole[0])
+    for every, few in zip(whole[1:], some[1:], strict=True):
+        for row in range(3):
+            kept = pairs[row][pairs[row] < every.shape[1]]
+            torch.testing.assert_close(few[row, : len(kept)], every[row, kept])
+
+
 def test_walk_is_what_the_oracles_say() -> None:
     table = torch.randn(VOCAB, SIZE)
     assert torch.equal(walk(table)[FOLLOWS[CYCLE[0]]], table[CYCLE[0]])

@@ -189,7 +189,15 @@ class EagleHead(DraftHead):
         """
         return [self.logits(states, lent) for states in self.unroll(features_BTF, tokens_BT, lent, steps=steps)]
 
-    def unroll(self, features_BTF: Tensor, tokens_BT: Tensor, lent: Borrowed, *, steps: int) -> list[Tensor]:
+    def unroll(
+        self,
+        features_BTF: Tensor,
+        tokens_BT: Tensor,
+        lent: Borrowed,
+        *,
+        steps: int,
+        pairs_BM: Tensor | None = None,
+    ) -> list[Tensor]:
         """States of several steps ahead at every pair, for training.
 
         Step 0 reads the target's features. Step j is what drafting does j tokens later: at pair i it reads token i + j
@@ -201,23 +209,28 @@ class EagleHead(DraftHead):
             tokens_BT: int64, ids of the target.
             lent: parts of the target.
             steps: how many.
+            pairs_BM: int64, the pairs at which steps after the first are wanted; ones past the end mean nothing. None
+                for all.
 
         Returns:
-            Per step j states `[B, T, E]`, which `logits` takes.
+            Per step states, which `logits` takes: `[B, T, E]` of step 0, `[B, M, E]` of each other.
         """
-        batch, length = tokens_BT.shape
+        length = tokens_BT.shape[1]
         states = self.fuse(self.placed(features_BTF))
         device = states.device
-        pair = torch.arange(length, device=device)
+        every = torch.arange(length, device=device).expand(len(tokens_BT), -1)
+        pairs = every if pairs_BM is None else pairs_BM.to(device)
+        own = torch.eye(pairs.shape[1], dtype=torch.bool, device=device).expand(len(pairs), -1, -1)
         cache = _compat.make_cache(self.config)
-        causal = pair[:, None] >= pair
-        own = torch.eye(length, dtype=torch.bool, device=device)
-        made = []
+        made: list[Tensor] = []
         for step in range(steps):
+            if step == 1 and pairs_BM is not None:
+                at = pairs.clamp(max=length - 1)[..., None].expand(-1, -1, states.shape[2])
+                states = states.gather(1, at)
+            asked = pairs if step else every
             # Behind the end the last token is read again: such pairs mean nothing.
-            tokens = tokens_BT[:, (pair + step).clamp(max=length - 1).to(tokens_BT.device)]
-            mask = torch.cat([causal, *[own] * step], dim=1).expand(batch, 1, -1, -1)
-            positions = (pair + step).expand(batch, -1)
-            states = self.read(self.embed(tokens, lent), states, positions=positions, mask=mask, cache=cache)
+            tokens = tokens_BT.gather(1, (asked + step).clamp(max=length - 1).to(tokens_BT.device))
+            mask = torch.cat([asked[..., None] >= every[:, None], *[own] * step], dim=2)[:, None]
+            states = self.read(self.embed(tokens, lent), states, positions=asked + step, mask=mask, cache=cache)
             made.append(states)
         return made
