@@ -21,8 +21,8 @@ __all__ = ["train"]
 
 # Fields that errors of the library name and that are options of the same name; others go by another one.
 _FIELDS = (
-    "kind", "depths", "vocabulary", "layers", "inner_size", "tokens", "held_out", "measured", "new_tokens", "batch",
-    "temperatures", "passes", "epochs", "minutes", "patience", "batch_tokens", "learning_rate",
+    "kind", "depths", "vocabulary", "layers", "inner_size", "init", "tokens", "held_out", "measured", "new_tokens",
+    "batch", "temperatures", "passes", "epochs", "minutes", "patience", "batch_tokens", "learning_rate",
 )  # fmt: skip
 _OTHERS = {"prompts": "--set", "mixed_precision": "--precision"}
 
@@ -49,6 +49,9 @@ def train(
     ] = None,
     inner_size: Annotated[
         int | None, typer.Option("--inner-size", min=1, help="Width inside of an eagle3 or mlp head.")
+    ] = None,
+    init: Annotated[
+        str | None, typer.Option("--init", metavar="DRAFT", help="Trained draft of the kind to begin from.")
     ] = None,
     held_out: Annotated[int | None, typer.Option("--held-out", min=1, help="Prompts kept for judging.")] = None,
     epochs: Annotated[int, typer.Option("--epochs", min=1, help="Over the texts, at most.")] = 10,
@@ -81,7 +84,7 @@ def train(
         texts = {"new_tokens": new_tokens, "batch": batch, "passes": passes, "seed": seed}
         whole = {
             "kind": kind, "depths": depths, "vocabulary": vocabulary, "inner_size": inner_size, "tokens": tokens,
-            "held_out": held_out, "measured": measured,
+            "init": init, "held_out": held_out, "measured": measured,
         }  # fmt: skip
         try:
             settings = _settings(whole, texts, loop, temperatures, layers)

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from hf_treespec import _compat
-from hf_treespec.draft import Borrowed, DraftHead
-from hf_treespec.draft.heads import save_draft
-from hf_treespec.errors import TrainError
+from hf_treespec.draft import Borrowed, DraftHead, MedusaHead, MLPHead
+from hf_treespec.draft.heads import load_draft, save_draft
+from hf_treespec.errors import TrainError, TreeConfigError, UnsupportedCallError
 from hf_treespec.train.cut import cut_model, spaced_layers
 from hf_treespec.train.fresh import fresh_eagle, fresh_medusa, fresh_mlp
 from hf_treespec.train.lessons import Lesson, ModelLesson, head_lesson
@@ -62,9 +63,12 @@ def new_draft(target: PreTrainedModel, ids: Sequence[int], settings: TrainSettin
         settings: of the run.
 
     Raises:
-        TrainError: if no draft of the kind can be made for the target.
+        TrainError: if no draft of the kind can be made for the target, or the one to begin from cannot be read or is
+            none of this kind and target.
     """
     check_layers(target, settings)
+    if settings.init is not None:
+        return _begun(target, settings.init, settings)
     layers = len(_compat.decoder_layers(target))
     if settings.kind == "model":
         return cut_model(target, settings.layers or spaced_layers(max(1, round(layers / _SHARE)), layers))
@@ -72,6 +76,29 @@ def new_draft(target: PreTrainedModel, ids: Sequence[int], settings: TrainSettin
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.loop_settings().seed)
         return _new_head(target, known, settings, layers)
+
+
+def _begun(target: PreTrainedModel, folder: str, settings: TrainSettings) -> nn.Module:
+    """The draft of a folder, if the run can go on with it."""
+    about = f"init={folder!r}"
+    try:
+        if settings.kind == "model":
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype)
+            known, wanted = _compat.vocabulary_size(model), _compat.vocabulary_size(target)
+            if known != wanted:
+                raise TrainError(
+                    f"{about}: it knows {known} ids, and the target {wanted}; pass a draft of this target"
+                )
+            return model.eval()
+        head = load_draft(folder)
+        if head.kind != settings.kind:
+            raise TrainError(f"{about}: it is of kind {head.kind!r}, and kind={settings.kind!r} is to be trained")
+        head.check(target)
+    except (OSError, ValueError, TreeConfigError, UnsupportedCallError) as error:
+        raise TrainError(f"{about}: {error}") from error
+    if isinstance(head, MedusaHead | MLPHead) and head.max_depth != settings.depths:
+        raise TrainError(f"{about}: it drafts {head.max_depth} tokens ahead, and depths={settings.depths}")
+    return head
 
 
 def _new_head(target: PreTrainedModel, ids_V: Tensor | None, settings: TrainSettings, layers: int) -> DraftHead:

@@ -176,8 +176,8 @@ class EagleLesson(Lesson):
     def _pairs(self, new_BT: Tensor) -> Tensor:
         """Pairs of each text that the steps after the first need; prompts are a good part of most texts."""
         first = new_BT.int().argmax(1)
-        # The last step is about the first token of the target's own at pair `first - depths - 1`, step 1 about the last
-        # one at `end - 4`.
+        # Of the target's own tokens the last step is about the first one at pair `first - depths - 1`, and step 1
+        # about the last one at `end - 4`.
         start = (first - self.depths - 1).clamp(min=0)
         end = first + new_BT.sum(1)
         width = max(1, int((end - 3 - start).max()))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 
 from hf_treespec import _compat
 from hf_treespec.api.support import require_support
@@ -164,6 +165,9 @@ class _Run:
         """Make the folder that of this run."""
         told = hashlib.sha256(repr(self._prompts).encode()).hexdigest()[:16]
         about = {"target": self._mark, "prompts": told, **self._settings.to_dict()}
+        if self._settings.init is not None:
+            # What counts is the draft, not where it lies.
+            about["init"] = _mark(new_draft(self._model, (), self._settings))
         loop = {key: value for key, value in about["loop"].items() if f"loop.{key}" not in FREE}
         fingerprint = hashlib.sha256(json.dumps({**about, "loop": loop}, sort_keys=True).encode()).hexdigest()
 
@@ -290,11 +294,11 @@ def _usable(
     return found
 
 
-def _mark(model: PreTrainedModel) -> str:
-    """A short name for a target's config, type and weights; of the latter a few of each tensor."""
-    told = hashlib.sha256(f"{type(model).__name__} {model.dtype}".encode())
+def _mark(model: nn.Module) -> str:
+    """A short name for the class of a model and its weights: of these their types, and a few numbers of each."""
+    told = hashlib.sha256(type(model).__name__.encode())
     for name, tensor in model.state_dict().items():
-        told.update(f"{name} {tuple(tensor.shape)}".encode())
+        told.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         if tensor.device.type != "meta":
             flat = tensor.detach().flatten()
             some = flat[:: max(1, len(flat) // _MARKED)][:_MARKED]

@@ -42,6 +42,8 @@ class TrainSettings:
             them, evenly spaced. Rising numbers.
         inner_size: intermediate size of the layer of ``"eagle3"``, None for the target's; width of the state of
             ``"mlp"``, None for the target's hidden size.
+        init: folder of a trained draft of the same kind to begin from; what it knows and reads, and its sizes, are
+            kept, whatever `vocabulary` says. None for a fresh one.
         decay: each depth counts so much less than the one before.
         tokens: of the target's own to learn from; None for what the prompts give.
         held_out: prompts kept for judging; None for a tenth, 64 at most.
@@ -60,6 +62,7 @@ class TrainSettings:
     vocabulary: int = 8192
     layers: tuple[int, ...] | None = None
     inner_size: int | None = None
+    init: str | None = None
     decay: float = 0.8
     tokens: int | None = None
     held_out: int | None = None
@@ -87,6 +90,12 @@ class TrainSettings:
             raise TrainError(f"layers={self.layers}: expected rising numbers")
         if self.inner_size is not None and self.kind not in ("eagle3", "mlp"):
             raise TrainError(f"inner_size={self.inner_size} with kind={self.kind!r}: has an effect for eagle3 and mlp")
+
+        if self.init is not None and (self.layers is not None or self.inner_size is not None):
+            raise TrainError(
+                f"init={self.init!r} with layers={self.layers}, inner_size={self.inner_size}: a draft to begin from "
+                "has its own; leave them out"
+            )
 
     def loop_settings(self) -> LoopSettings:
         """How the draft is trained."""

@@ -10,12 +10,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
@@ -168,6 +170,12 @@ def small(accelerator: Accelerator) -> Train:
     return run
 
 
+@pytest.fixture(scope="module")
+def begun(small: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Medusa head."""
+    return Path(small(tmp_path_factory.mktemp("begun"), settings=replace(SMALL, measured=0)).draft)
+
+
 class Killed(Exception):
     pass
 
@@ -221,8 +229,6 @@ def test_the_target_is_left_as_it_was(tmp_path: Path, small: Train) -> None:
 
 @pytest.mark.parametrize("ended", [True, False])
 def test_an_enabled_target_keeps_what_calls_have_left_in_it(ended: bool, tmp_path: Path, small: Train) -> None:
-    from dataclasses import replace
-
     from hf_treespec.draft.recycle import table_of
 
     model = enable(copy.deepcopy(learnable()))
@@ -249,10 +255,65 @@ def test_an_enabled_target_keeps_what_calls_have_left_in_it(ended: bool, tmp_pat
     assert all(weight.grad is None for weight in model.parameters())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_begins_from_a_trained_draft(kind: str, tmp_path: Path, small: Train) -> None:
+    settings = replace(SMALL, kind=kind, measured=0, layers=(1, 2) if kind == "eagle3" else None)
+    first = small(tmp_path / "first", settings=settings)
+    further = replace(settings, init=first.draft, layers=None, vocabulary=9)
+    # Texts of other prompts, of which other ids are the most frequent.
+    more = small(tmp_path / "more", settings=further, prompts=prompts(40)[30:])
+    if kind == "model":
+        begun: Any = AutoModelForCausalLM.from_pretrained(first.draft)
+        ended: Any = AutoModelForCausalLM.from_pretrained(more.draft)
+    else:
+        begun, ended = load_draft(first.draft), load_draft(more.draft)
+        assert ended.draft_vocab == 50 and torch.equal(ended.ids, begun.ids)
+    assert ended.state_dict().keys() == begun.state_dict().keys()
+    # The first look, before any step, is at the draft that was given.
+    other: list[Any] = []
+    same = replace(further, init=first.draft, loop=LoopSettings(epochs=1, batch_tokens=256, learning_rate=1e-9))
+    small(tmp_path / "same", other.append, settings=same)
+    assert next(event for event in other if isinstance(event, Progress)).accepted_length == pytest.approx(
+        first.accepted_length["best"], abs=1e-6
+    )
+    # Where the draft lies is no setting; what it is, is one.
+    moved = shutil.copytree(first.draft, tmp_path / "moved")
+    assert small(tmp_path / "more", settings=replace(further, init=str(moved)), prompts=prompts(40)[30:]) == more
+    (file,) = moved.glob("*.safetensors")
+    save_file({name: weight + weight.is_floating_point() for name, weight in load_file(file).items()}, file)
+    with pytest.raises(OtherRunError, match="init was"):
+        small(tmp_path / "more", settings=replace(further, init=str(moved)), prompts=prompts(40)[30:])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"kind": "mlp"}, "it is of kind 'medusa', and kind='mlp' is to be trained"),
+        ({"depths": 4}, "it drafts 3 tokens ahead, and depths=4"),
+        ({"kind": "model"}, "init="),
+        ({"init": "nothing"}, "init='nothing': "),
+        ({"kind": "eagle3", "layers": (1, 2)}, "a draft to begin from has its own"),
+        ({"kind": "mlp", "inner_size": 8}, "a draft to begin from has its own"),
+    ],
+    ids=["kind", "depths", "head as model", "missing", "layers", "inner size"],
+)
+def test_drafts_that_a_run_cannot_begin_from(
+    changes: dict[str, Any], said: str, tmp_path: Path, small: Train, begun: Path
+) -> None:
+    with pytest.raises(TrainError) as error:
+        small(tmp_path / "run", settings=replace(SMALL, **{"init": str(begun), **changes}))
+    assert str(error.value).startswith("init=") and said in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_draft_of_another_target_is_none_to_begin_from(tmp_path: Path, small: Train, begun: Path) -> None:
+    with pytest.raises(TrainError, match="^init=.*medusa head for"):
+        small(tmp_path / "run", settings=replace(SMALL, init=str(begun)), model=build("llama"))
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("kind", ["mlp", "model"])
 def test_the_card_says_how_to_draft(kind: str, target: Path, tmp_path: Path, small: Train) -> None:
-    from dataclasses import replace
-
     settings = replace(SMALL, kind=kind, measured=0)
     result = small(tmp_path / "run", settings=settings, name=str(target), tokenizer=words())
     card = (Path(result.draft) / "README.md").read_text()
@@ -265,8 +326,6 @@ def test_the_card_says_how_to_draft(kind: str, target: Path, tmp_path: Path, sma
 
 
 def test_another_run_is_refused_by_what_differs(tmp_path: Path, small: Train) -> None:
-    from dataclasses import replace
-
     out = tmp_path / "run"
     small(out)
     with pytest.raises(OtherRunError, match="depths was 3 there and is 2 now"):
@@ -299,8 +358,6 @@ def test_prompts_that_cannot_be_used_are_left_out(tmp_path: Path, small: Train) 
 def test_targets_that_cannot_be_served_are_refused_first(
     tmp_path: Path, small: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dataclasses import replace
-
     def no(*_: Any, **__: Any) -> None:
         pytest.fail("texts were written")
 
