@@ -83,13 +83,14 @@ def _begun(target: PreTrainedModel, folder: str, settings: TrainSettings) -> nn.
     about = f"init={folder!r}"
     try:
         if settings.kind == "model":
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype)
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype)
             known, wanted = _compat.vocabulary_size(model), _compat.vocabulary_size(target)
             if known != wanted:
                 raise TrainError(
                     f"{about}: it knows {known} ids, and the target {wanted}; pass a draft of this target"
                 )
-            return model.eval()
+            begun: nn.Module = model.eval()
+            return begun
         head = load_draft(folder)
         if head.kind != settings.kind:
             raise TrainError(f"{about}: it is of kind {head.kind!r}, and kind={settings.kind!r} is to be trained")
