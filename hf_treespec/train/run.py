@@ -31,7 +31,7 @@ from hf_treespec.train.processes import check_accelerator, on_first
 from hf_treespec.train.result import TrainResult
 from hf_treespec.train.settings import FREE, TrainSettings
 from hf_treespec.train.shards import OtherRunError, claim
-from hf_treespec.train.target import lent, taking_trees
+from hf_treespec.train.target import frozen, lent, taking_trees
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -214,7 +214,10 @@ class _Run:
         lesson = lesson_of(draft, model, settings)
         examples, held_out = data.examples(lesson.features, stage)
         checkpoints = self._folder / "checkpoints"
-        looks = fit(lesson, examples, held_out, checkpoints, settings.loop_settings(), accelerator, report=self._tell)
+        with frozen(model):
+            looks = fit(
+                lesson, examples, held_out, checkpoints, settings.loop_settings(), accelerator, report=self._tell
+            )
         draft = draft.to(model.device, model.dtype).eval()
         saved = self._folder / "draft"
         on_first(accelerator, lambda: save(draft, saved, target=self._name, ids=ids, tokenizer=tokenizer))

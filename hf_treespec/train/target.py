@@ -15,36 +15,47 @@ from hf_treespec.api.support import unwrap
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["lent", "taking_trees"]
+__all__ = ["frozen", "lent", "taking_trees"]
 
 _STATS = "treespec_stats"
 
 
 @contextmanager
 def lent(model: PreTrainedModel) -> Iterator[None]:
-    """Let a run use a model: in evaluation mode, with weights that take no gradients, though these flow through it.
+    """Let a run use a model: in evaluation mode.
 
-    Mode of each module, `requires_grad` of each weight and the statistics of the user's last call are as they were
-    afterwards, also after an exception.
+    Mode of each module and the statistics of the user's last call are as they were afterwards, also after an exception.
     """
     inner: Any = unwrap(model)
     had, stats = _STATS in vars(inner), vars(inner).get(_STATS)
-    # By name: hooks that bring in offloaded weights make new ones.
-    learning = {name for name, weight in model.named_parameters() if weight.requires_grad}
     with evaluation(model):
         try:
-            for weight in model.parameters():
-                weight.requires_grad_(False)
             yield
         finally:
-            # Weights that were made in inference mode can be set back there only.
-            with torch.inference_mode():
-                for name, weight in model.named_parameters():
-                    if name in learning:
-                        weight.requires_grad_(True)
             vars(inner).pop(_STATS, None)
             if had:
                 vars(inner)[_STATS] = stats
+
+
+@contextmanager
+def frozen(model: PreTrainedModel) -> Iterator[None]:
+    """Weights that take no gradients, though these flow through the model; afterwards they are as they were.
+
+    For training alone: torch multiplies a few sliced rows with a matrix that takes no gradients by copying the matrix
+    for each row, which in a batched prefill is the whole LM head.
+    """
+    # By name: hooks that bring in offloaded weights make new ones.
+    learning = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    try:
+        for weight in model.parameters():
+            weight.requires_grad_(False)
+        yield
+    finally:
+        # Weights that were made in inference mode can be set back there only.
+        with torch.inference_mode():
+            for name, weight in model.named_parameters():
+                if name in learning:
+                    weight.requires_grad_(True)
 
 
 @contextmanager
