@@ -227,6 +227,15 @@ def test_the_target_is_left_as_it_was(tmp_path: Path, small: Train) -> None:
     assert not (tmp_path / "shared" / "data").exists()
 
 
+def test_the_target_is_not_frozen_while_it_writes(tmp_path: Path, small: Train) -> None:
+    """Torch would copy the LM head for each row of a prefill."""
+    model = copy.deepcopy(learnable())
+    flags: list[bool] = []
+    model.lm_head.register_forward_pre_hook(lambda head, _: flags.append(head.weight.requires_grad))
+    small(tmp_path / "run", model=model)
+    assert len(flags) > 16 and all(flags)
+
+
 @pytest.mark.parametrize("ended", [True, False])
 def test_an_enabled_target_keeps_what_calls_have_left_in_it(ended: bool, tmp_path: Path, small: Train) -> None:
     from hf_treespec.draft.recycle import table_of

@@ -20,7 +20,7 @@ from hf_treespec.train.batches import Batch
 from hf_treespec.train.fresh import layer_config
 from hf_treespec.train.kinds import new_draft, save
 from hf_treespec.train.lessons import head_lesson
-from hf_treespec.train.target import lent
+from hf_treespec.train.target import frozen, lent
 from learnable import FIRST, VOCAB, learnable
 from seq2seq import stock as stock_pair
 from tiny import FAMILIES, build, prompt, reference
@@ -97,7 +97,7 @@ def test_a_lent_target_learns_nothing_and_is_given_back() -> None:
     likely = torch.stack([tokens, tokens - 1], dim=-1)
     logp = torch.full(likely.shape, 0.5).log()
     batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), torch.randn(2, 9, 48), likely, logp)
-    with pytest.raises(KeyError), lent(target):
+    with pytest.raises(KeyError), lent(target), frozen(target):
         assert not any(module.training for module in target.modules())
         lesson(batch)[0].backward()
         raise KeyError
