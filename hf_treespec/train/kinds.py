@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from hf_treespec import _compat
-from hf_treespec.draft import Borrowed, DraftHead, MedusaHead, MLPHead
+from hf_treespec.draft import Borrowed, DraftHead
 from hf_treespec.draft.heads import load_draft, save_draft
-from hf_treespec.errors import TrainError, TreeConfigError, UnsupportedCallError
+from hf_treespec.errors import TrainError
 from hf_treespec.train.cut import cut_model, spaced_layers
 from hf_treespec.train.fresh import fresh_eagle, fresh_medusa, fresh_mlp
 from hf_treespec.train.lessons import Lesson, ModelLesson, head_lesson
@@ -81,25 +81,24 @@ def new_draft(target: PreTrainedModel, ids: Sequence[int], settings: TrainSettin
 def _begun(target: PreTrainedModel, folder: str, settings: TrainSettings) -> nn.Module:
     """The draft of a folder, if the run can go on with it."""
     about = f"init={folder!r}"
+    draft: Any
     try:
         if settings.kind == "model":
-            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype)
-            known, wanted = _compat.vocabulary_size(model), _compat.vocabulary_size(target)
-            if known != wanted:
-                raise TrainError(
-                    f"{about}: it knows {known} ids, and the target {wanted}; pass a draft of this target"
-                )
-            begun: nn.Module = model.eval()
-            return begun
-        head = load_draft(folder)
-        if head.kind != settings.kind:
-            raise TrainError(f"{about}: it is of kind {head.kind!r}, and kind={settings.kind!r} is to be trained")
-        head.check(target)
-    except (OSError, ValueError, TreeConfigError, UnsupportedCallError) as error:
+            draft = AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype)
+        else:
+            draft = load_draft(folder)
+            draft.check(target)
+    except (OSError, ValueError) as error:
         raise TrainError(f"{about}: {error}") from error
-    if isinstance(head, MedusaHead | MLPHead) and head.max_depth != settings.depths:
-        raise TrainError(f"{about}: it drafts {head.max_depth} tokens ahead, and depths={settings.depths}")
-    return head
+    if isinstance(draft, DraftHead):
+        if draft.kind != settings.kind:
+            raise TrainError(f"{about}: it is of kind {draft.kind!r}, and kind={settings.kind!r} is to be trained")
+        if draft.max_depth not in (None, settings.depths):
+            raise TrainError(f"{about}: it drafts {draft.max_depth} tokens ahead, and depths={settings.depths}")
+    elif (known := _compat.vocabulary_size(draft)) != (wanted := _compat.vocabulary_size(target)):
+        raise TrainError(f"{about}: it knows {known} ids, and the target {wanted}; pass a draft of this target")
+    found: nn.Module = draft.eval()
+    return found
 
 
 def _new_head(target: PreTrainedModel, ids_V: Tensor | None, settings: TrainSettings, layers: int) -> DraftHead:

@@ -90,7 +90,6 @@ class TrainSettings:
             raise TrainError(f"layers={self.layers}: expected rising numbers")
         if self.inner_size is not None and self.kind not in ("eagle3", "mlp"):
             raise TrainError(f"inner_size={self.inner_size} with kind={self.kind!r}: has an effect for eagle3 and mlp")
-
         if self.init is not None and (self.layers is not None or self.inner_size is not None):
             raise TrainError(
                 f"init={self.init!r} with layers={self.layers}, inner_size={self.inner_size}: a draft to begin from "

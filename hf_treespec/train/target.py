@@ -24,7 +24,8 @@ _STATS = "treespec_stats"
 def lent(model: PreTrainedModel) -> Iterator[None]:
     """Let a run use a model: in evaluation mode.
 
-    Mode of each module and the statistics of the user's last call are as they were afterwards, also after an exception.
+    Mode of each module and the statistics of the user's last call are as they were afterwards, also after an
+    exception.
     """
     inner: Any = unwrap(model)
     had, stats = _STATS in vars(inner), vars(inner).get(_STATS)

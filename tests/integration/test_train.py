@@ -311,7 +311,8 @@ def test_drafts_that_a_run_cannot_begin_from(
 ) -> None:
     with pytest.raises(TrainError) as error:
         small(tmp_path / "run", settings=replace(SMALL, **{"init": str(begun), **changes}))
-    assert str(error.value).startswith("init=") and said in str(error.value)
+    told = str(error.value)
+    assert told.startswith("init=") and told.count("init=") == 1 and said in told
     assert not (tmp_path / "run").exists()
 
 
