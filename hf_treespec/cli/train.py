@@ -22,7 +22,7 @@ __all__ = ["train"]
 # Fields that errors of the library name and that are options of the same name; others go by another one.
 _FIELDS = (
     "kind", "depths", "vocabulary", "layers", "inner_size", "init", "tokens", "held_out", "measured", "new_tokens",
-    "batch", "temperatures", "passes", "epochs", "minutes", "patience", "batch_tokens", "learning_rate",
+    "batch", "temperatures", "passes", "epochs", "minutes", "patience", "batch_tokens", "optimizer", "learning_rate",
 )  # fmt: skip
 _OTHERS = {"prompts": "--set", "mixed_precision": "--precision"}
 
@@ -58,7 +58,8 @@ def train(
     minutes: Annotated[float | None, typer.Option("--minutes", help="Of training, at most.")] = None,
     patience: Annotated[int, typer.Option("--patience", min=1, help="Looks without a gain before it ends.")] = 8,
     batch_tokens: Annotated[int | None, typer.Option("--batch-tokens", min=1, help="Of a training step.")] = None,
-    learning_rate: Annotated[float | None, typer.Option("--learning-rate", help="Highest.")] = None,
+    optimizer: Annotated[str | None, typer.Option("--optimizer", help="muon (with adamw) or adamw.")] = None,
+    learning_rate: Annotated[float | None, typer.Option("--learning-rate", help="Highest, of adamw.")] = None,
     precision: Annotated[str, typer.Option("--precision", help="Of training: auto, no (float32) or bf16.")] = "auto",
     measured: Annotated[int, typer.Option("--measured", min=0, help="Prompts of calls counted at the end.")] = 16,
     data: Annotated[
@@ -79,7 +80,7 @@ def train(
 
         loop = {
             "epochs": epochs, "minutes": minutes, "patience": patience, "batch_tokens": batch_tokens,
-            "learning_rate": learning_rate, "seed": seed,
+            "optimizer": optimizer, "learning_rate": learning_rate, "seed": seed,
         }  # fmt: skip
         texts = {"new_tokens": new_tokens, "batch": batch, "passes": passes, "seed": seed}
         whole = {

@@ -53,14 +53,14 @@ class Checkpoints:
     Args:
         folder: of the files; it exists.
         draft: what is trained.
-        optimizer: of it.
+        optimizers: of it.
         accelerator: of all processes.
     """
 
-    def __init__(self, folder: Path, draft: nn.Module, optimizer: Any, accelerator: Accelerator) -> None:
+    def __init__(self, folder: Path, draft: nn.Module, optimizers: Sequence[Any], accelerator: Accelerator) -> None:
         self._folder = folder
         self._draft = draft
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._accelerator = accelerator
 
     def resume(self) -> list[Progress]:
@@ -73,7 +73,8 @@ class Checkpoints:
         except (RuntimeError, OSError, ValueError, EOFError, pickle.UnpicklingError) as error:
             raise BrokenRunError(f"{path} cannot be read: {error}; pass --fresh or another --out") from error
         self._draft.load_state_dict(state["draft"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        for optimizer, kept in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(kept)
         return [Progress(**look) for look in state["looks"]]
 
     def save(self, looks: Sequence[Progress]) -> None:
@@ -85,7 +86,8 @@ class Checkpoints:
         if looks[-1].best:
             _write(self._draft.state_dict(), best[-1])
         told = [asdict(look) for look in looks]
-        state = {"draft": self._draft.state_dict(), "optimizer": self._optimizer.state_dict(), "looks": told}
+        kept = [optimizer.state_dict() for optimizer in self._optimizers]
+        state = {"draft": self._draft.state_dict(), "optimizers": kept, "looks": told}
         _write(state, self._folder / "last.pt")
         lines = self._folder / "progress.part"
         lines.write_text("".join(json.dumps(look) + "\n" for look in told))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +16,7 @@ from hf_treespec.train.batches import batches, share, stacked
 from hf_treespec.train.checkpoints import Checkpoints, Progress
 from hf_treespec.train.features import Examples
 from hf_treespec.train.lessons import Lesson
+from hf_treespec.train.optimizers import OPTIMIZERS, make_optimizers, set_rate
 from hf_treespec.train.processes import check_accelerator
 
 if TYPE_CHECKING:
@@ -31,9 +32,11 @@ class LoopSettings:
     Args:
         epochs: over all texts, at most.
         batch_tokens: of each step, shared by all processes, so that their number changes nothing.
-        learning_rate: highest; it rises over the first `warmup` of the steps and falls to zero as a cosine.
+        optimizer: ``"adamw"``, or ``"muon"`` for the matrices between hidden states, with AdamW for all else.
+        learning_rate: highest, of AdamW; matrices under Muon have three times as much. It rises over the first
+            `warmup` of the steps and falls to zero as a cosine.
         warmup: share of the steps.
-        weight_decay: of AdamW.
+        weight_decay: of all weights.
         clip: largest norm of the gradient.
         judge_every: steps between looks at the held-out texts; None for a quarter of an epoch, and 20 at least.
         patience: end after so many looks without a longer accepted length.
@@ -46,6 +49,7 @@ class LoopSettings:
 
     epochs: int = 10
     batch_tokens: int = 4096
+    optimizer: str = "adamw"
     learning_rate: float = 1e-3
     warmup: float = 0.03
     weight_decay: float = 0.01
@@ -59,6 +63,8 @@ class LoopSettings:
         for name in ("epochs", "batch_tokens", "patience"):
             if getattr(self, name) < 1:
                 raise TrainError(f"{name}={getattr(self, name)}: expected at least 1")
+        if self.optimizer not in OPTIMIZERS:
+            raise TrainError(f"optimizer={self.optimizer!r}: expected one of {', '.join(OPTIMIZERS)}")
         for name, value in (("judge_every", self.judge_every), ("minutes", self.minutes)):
             if value is not None and not value > 0:
                 raise TrainError(f"{name}={value}: expected more than 0, or None")
@@ -126,11 +132,11 @@ def fit(
     every = settings.judge_every or max(20, sizes[0] // 4)
     lesson.float().eval()
     weights = [p for p in lesson.parameters() if p.requires_grad]
-    optimizer: Any = torch.optim.AdamW(
-        weights, settings.learning_rate, betas=(0.9, 0.95), weight_decay=settings.weight_decay, fused=True
+    made = make_optimizers(
+        lesson, settings.optimizer, learning_rate=settings.learning_rate, weight_decay=settings.weight_decay
     )
-    model, optimizer = accelerator.prepare(lesson, optimizer)
-    checkpoints = Checkpoints(folder, lesson.draft, optimizer, accelerator)
+    model, *optimizers = accelerator.prepare(lesson, *made)
+    checkpoints = Checkpoints(folder, lesson.draft, optimizers, accelerator)
     looks = checkpoints.resume()
 
     def look(step: int, tokens: int, seconds: float, loss: float | None) -> None:
@@ -151,16 +157,17 @@ def fit(
         if count == 0 and _ended(looks, settings, accelerator):
             break
         mine = share(examples, batch, accelerator.process_index, accelerator.num_processes).to(accelerator.device)
-        for group in optimizer.param_groups:
-            group["lr"] = settings.learning_rate * _rate(step, steps, settings.warmup)
+        for optimizer in optimizers:
+            set_rate(optimizer, _rate(step, steps, settings.warmup))
         with accelerator.autocast():
             loss, weight = model(mine)
         # Gradients are averaged over the processes; so each has its part of the whole batch's mean.
         mean = accelerator.reduce(weight.detach()).clamp(min=1.0) / accelerator.num_processes
         accelerator.backward(loss / mean)
         accelerator.clip_grad_norm_(weights, settings.clip)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         tokens += sum(map(examples.new_tokens, batch))
         total, count, step = total + loss.detach() / mean, count + 1, step + 1
         if step % every == 0 or step == steps:

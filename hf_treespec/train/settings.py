@@ -15,7 +15,8 @@ __all__ = ["FREE", "KINDS", "TrainSettings"]
 
 # Per kind how it is usually trained.
 _LOOPS: Mapping[str, LoopSettings] = {
-    "eagle3": LoopSettings(),
+    # A large layer between two states: what it has learnt after so many texts hangs on the optimizer.
+    "eagle3": LoopSettings(optimizer="muon", learning_rate=3e-3, batch_tokens=1024),
     "medusa": LoopSettings(),
     "mlp": LoopSettings(),
     # It begins with weights that are right already, and its laws are over all ids.

@@ -50,7 +50,17 @@ SURFACE = {
     "train": LOADING
     | {"--set", "--out", "--kind", "--limit", "--tokens", "--passes", "--new-tokens", "--temperatures", "--batch"}
     | {"--depths", "--vocabulary", "--layers", "--inner-size", "--held-out", "--epochs", "--minutes", "--patience"}
-    | {"--init", "--batch-tokens", "--learning-rate", "--precision", "--measured", "--data", "--fresh", "--seed"}
+    | {
+        "--init",
+        "--batch-tokens",
+        "--optimizer",
+        "--learning-rate",
+        "--precision",
+        "--measured",
+        "--data",
+        "--fresh",
+        "--seed",
+    }
     | {"--chat", "--raw", "--json"},
     "doctor": LOADING | {"--json"},
     "env": {"--json"},

@@ -22,8 +22,10 @@ from hf_treespec.train import LoopSettings, Progress
 from hf_treespec.train.batches import batches
 from hf_treespec.train.features import Example
 from hf_treespec.train.fresh import fresh_eagle, fresh_medusa, fresh_mlp
-from hf_treespec.train.lessons import Lesson, head_lesson
+from hf_treespec.train.lessons import Lesson, ModelLesson, head_lesson
 from hf_treespec.train.loop import _from, fit, held_out_length
+from hf_treespec.train.optimizers import make_optimizers, set_rate
+from tiny import build
 
 DEPTHS = 3
 SETTINGS = LoopSettings(epochs=3, batch_tokens=40, learning_rate=1e-2, judge_every=4)
@@ -114,18 +116,20 @@ def told(looks: Sequence[Progress]) -> list[tuple[Any, ...]]:
     return [(look.step, look.tokens, look.loss, look.accepted_length, look.best) for look in looks]
 
 
-@pytest.mark.parametrize("kind", ["medusa", "mlp", "eagle3"])
+@pytest.mark.parametrize(
+    ("kind", "optimizer"), [("medusa", "adamw"), ("mlp", "adamw"), ("eagle3", "adamw"), ("eagle3", "muon")]
+)
 def test_a_stopped_run_comes_to_what_it_would_have_come_to(
-    kind: str, target: PreTrainedModel, tmp_path: Path, accelerator: Accelerator
+    kind: str, optimizer: str, target: PreTrainedModel, tmp_path: Path, accelerator: Accelerator
 ) -> None:
-    whole, looks = run(kind, target, tmp_path / "whole", accelerator)
+    whole, looks = run(kind, target, tmp_path / "whole", accelerator, optimizer=optimizer)
     steps = [look.step for look in looks]
     assert steps[0] == 0 and steps[1:-1] == list(range(4, steps[-1], 4)) and looks[-1].step == looks[-1].steps
     assert max(look.accepted_length for look in looks) > looks[0].accepted_length + 0.3
     for kill in (steps[0], steps[2], steps[-2]):
         with pytest.raises(Killed):
-            run(kind, target, tmp_path / "cut", accelerator, kill=kill)
-    weights, again = run(kind, target, tmp_path / "cut", accelerator)
+            run(kind, target, tmp_path / "cut", accelerator, kill=kill, optimizer=optimizer)
+    weights, again = run(kind, target, tmp_path / "cut", accelerator, optimizer=optimizer)
     assert told(again) == told(looks)
     assert weights.keys() == whole.keys() and all(torch.equal(weights[name], whole[name]) for name in whole)
     lines = (tmp_path / "cut" / "progress.jsonl").read_text().splitlines()
@@ -186,6 +190,51 @@ def test_a_loss_that_is_no_number_is_told(target: PreTrainedModel, tmp_path: Pat
 
 
 def test_settings_that_cannot_work() -> None:
-    for wrong in ({"epochs": 0}, {"learning_rate": 0.0}, {"minutes": 0.0}, {"warmup": 2.0}, {"judge_every": 0}):
+    wrongs: list[dict[str, Any]] = [
+        {"epochs": 0}, {"learning_rate": 0.0}, {"minutes": 0.0}, {"warmup": 2.0}, {"judge_every": 0},
+        {"optimizer": "sgd"},
+    ]  # fmt: skip
+    for wrong in wrongs:
         with pytest.raises(TrainError, match=next(iter(wrong))):
             LoopSettings(**wrong)
+
+
+def by_optimizer(lesson: Lesson, name: str) -> dict[str, tuple[str, float]]:
+    """Of each weight of the draft the optimizer that moves it, and its highest learning rate."""
+    names = {id(weight): name for name, weight in lesson.draft.named_parameters()}
+    made = make_optimizers(lesson, name, learning_rate=0.5, weight_decay=0.25)
+    found: dict[str, tuple[str, float]] = {}
+    for optimizer in made:
+        set_rate(optimizer, 0.5)
+        for group in optimizer.param_groups:
+            assert group["weight_decay"] == 0.25
+            for weight in group["params"]:
+                assert names[id(weight)] not in found
+                found[names[id(weight)]] = type(optimizer).__name__, group["lr"]
+    assert found.keys() == set(names.values())
+    return found
+
+
+def test_muon_moves_the_matrices_between_hidden_states(target: PreTrainedModel) -> None:
+    eagle = by_optimizer(make("eagle3", target), "muon")
+    layer = "decoder.layers.0."
+    matrices = {f"{layer}self_attn.{name}_proj.weight" for name in "qkvo"}
+    matrices |= {f"{layer}mlp.{name}_proj.weight" for name in ("gate", "up", "down")} | {"fc.weight"}
+    assert {name for name, told in eagle.items() if told == ("Muon", 0.75)} == matrices
+    assert {name for name, told in eagle.items() if told == ("AdamW", 0.25)} == eagle.keys() - matrices
+    assert {"lm_head.weight", "norm.weight"} <= eagle.keys() - matrices
+    assert set(by_optimizer(make("eagle3", target), "adamw").values()) == {("AdamW", 0.25)}
+    heads = by_optimizer(make("medusa", target), "muon")
+    assert {name for name, told in heads.items() if told[0] == "AdamW" and name.endswith("weight")} == {
+        f"heads.{number}.weight" for number in range(DEPTHS)
+    }
+
+
+def test_muon_leaves_the_embeddings_and_the_lm_head_of_a_model(target: PreTrainedModel) -> None:
+    """Also where they are one weight, and have more rows than the target knows ids."""
+    model = build("llama", vocab_size=40)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    found = by_optimizer(ModelLesson(model, depths=2, vocab_size=37), "muon")
+    moved = {name for name, told in found.items() if told[0] == "Muon"}
+    assert moved == {name for name, weight in model.named_parameters() if weight.ndim == 2 and "proj" in name}
+    assert found["model.embed_tokens.weight"][0] == "AdamW"
