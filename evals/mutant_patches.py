@@ -284,7 +284,8 @@ def order_by_subtree() -> Sequence[Patch]:
 
     def looks_poor(tree: TokenTree, row: int, laws: DraftLaws) -> bool:
         first = next(iter(right(tree, 0)), None)
-        if first is None or not (below := right(tree, first)):
+        # Of a row that has ended no law was drawn from.
+        if first not in laws.rows[row] or not (below := right(tree, first)):
             return False
         law_V = laws.laws_RV[laws.rows[row][first]]
         return float(law_V[[tree.tokens[node] for node in below]].log().mean()) < float(
