@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from hf_treespec.api.enable import disable, enable, install, uninstall
     from hf_treespec.api.layer_search import LayerSkip, find_layer_skip
     from hf_treespec.api.support import Support, is_supported
+    from hf_treespec.cache import TreeCache
     from hf_treespec.config import TreeConfig
     from hf_treespec.draft.heads import load_draft, save_draft
     from hf_treespec.errors import (
@@ -27,6 +28,7 @@ __all__ = [
     "AutoTreeSpecModelForCausalLM",
     "LayerSkip",
     "Support",
+    "TreeCache",
     "TreeConfig",
     "TreeConfigError",
     "TreeSpecError",
@@ -50,6 +52,7 @@ _HOMES = {
     "AutoTreeSpecModelForCausalLM": "api",
     "LayerSkip": "api",
     "Support": "api",
+    "TreeCache": "cache",
     "TreeConfig": "config",
     "TreeConfigError": "errors",
     "TreeSpecError": "errors",

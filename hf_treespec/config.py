@@ -33,7 +33,7 @@ _DRAFTS = ("auto", *_JOINABLE)
 _CHOICES: dict[str, tuple[str, ...]] = {
     "growth": GROWTH_POLICIES,
     "verification": (COUPLED, *RULES),
-    "kv_cache": ("auto",),
+    "kv_cache": ("auto", "dense", "int8", "fp8"),
     "attention": ("auto", "sdpa", "eager"),
     "fallback": ("auto", "off"),
     "on_stateful_processor": ("in_step", "error"),
@@ -107,7 +107,9 @@ class TreeConfig:
             target's law, but is another one for other trees (and with ``fallback="auto"`` trees go by the clock).
             ``"typical-lossy"`` does not follow it, and says so in a warning and in the statistics.
         random_children: random ones among the children of a node, for the hybrid rules.
-        kv_cache: ``"auto"``: the cache of the call, or the dynamic one that `generate` makes.
+        kv_cache: ``"auto"``: the cache of the call, or the dynamic one that `generate` makes. ``"dense"``, ``"int8"``
+            and ``"fp8"``: a `hf_treespec.TreeCache` of that storage, which the call returns in place of a
+            `DynamicCache`; the text over 8 bits is that of plain decoding over the same storage.
         attention: ``"auto"`` uses the model's own sdpa or eager attention; ``"sdpa"`` or ``"eager"`` switches the
             model for the call and back, for models loaded with an attention that takes no tree mask. The switch is in
             the model's config: no other thread may run the model during such a call.

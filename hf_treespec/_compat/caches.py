@@ -15,18 +15,23 @@ from transformers.generation.utils import ALL_CACHE_NAMES
 
 __all__ = [
     "EMPTY_LAYERS",
+    "FILLED_LAYERS",
     "FP8_LAYERS",
     "GROUPED_LAYERS",
+    "KEY_VALUE_LAYERS",
     "cache_fault",
     "cache_from_outputs",
     "cache_kwarg",
     "cache_length",
     "carried_state",
     "dequantized",
+    "dynamic_cache_of",
+    "dynamic_layer",
     "exact_tokens",
     "generation_cache",
     "grows_by_concatenation",
     "has_fixed_size",
+    "held_by",
     "is_config",
     "is_foreign",
     "is_linear_attention",
@@ -35,8 +40,11 @@ __all__ = [
     "is_user_defined",
     "make_cache",
     "passed_cache",
+    "quantized_cache",
     "quantizes_in_groups",
+    "replace_cache",
     "returned_cache",
+    "static_cache",
     "through_quantization",
 ]
 
@@ -51,6 +59,15 @@ EMPTY_LAYERS: tuple[type, ...] = tuple(getattr(_caches, name) for name in ("Dumm
 
 # Layers that quantize in groups: new states stay exact until there are `residual_length`, then all are quantized anew.
 GROUPED_LAYERS: tuple[type, ...] = (_caches.QuantoQuantizedLayer, _caches.HQQQuantizedLayer)
+
+# Layers of keys and values alone: those that `generate` makes by default, and those of other caches.
+KEY_VALUE_LAYERS: tuple[type, ...] = (_caches.DynamicLayer, _caches.DynamicSlidingWindowLayer)
+FILLED_LAYERS: tuple[type, ...] = (
+    _caches.StaticLayer,
+    _caches.StaticSlidingWindowLayer,
+    *FP8_LAYERS,
+    *GROUPED_LAYERS,
+)
 
 
 def cache_kwarg(model: nn.Module) -> str:
@@ -69,6 +86,12 @@ def passed_cache(model_kwargs: dict[str, Any]) -> Any:
     """The cache of a prepared call, under its old or new name ("cache_params" for Mamba and its kin before 5.24)."""
     names = ("cache", "past_key_values", "cache_params")
     return next((model_kwargs[name] for name in names if model_kwargs.get(name) is not None), None)
+
+
+def replace_cache(model_kwargs: dict[str, Any], cache: Cache) -> None:
+    """Put another cache where a prepared call has its own."""
+    name = next(name for name in ("cache", "past_key_values") if model_kwargs.get(name) is not None)
+    model_kwargs[name] = cache
 
 
 def returned_cache(model_kwargs: dict[str, Any]) -> Any:
@@ -111,6 +134,44 @@ def dequantized(layer: Any) -> tuple[Tensor, Tensor]:
     if exact_tokens(layer):
         keys, values = torch.cat([keys, layer.keys], dim=-2), torch.cat([values, layer.values], dim=-2)
     return keys, values
+
+
+def held_by(layer: Any) -> tuple[tuple[Tensor, Tensor], int]:
+    """Keys and values `[B, H, L, D]` that an initialised layer of the classes above still holds, and its length.
+
+    A layer with a window holds the last of so many tokens.
+    """
+    length = int(layer.get_seq_length())
+    keys: Any = layer.keys
+    values: Any = layer.values
+    if isinstance(layer, _caches.StaticLayer):
+        held = min(length, int(layer.max_cache_len))
+        return (keys[:, :, :held], values[:, :, :held]), length
+    if type(layer) in (*FP8_LAYERS, *GROUPED_LAYERS):
+        return dequantized(layer), length
+    return (keys, values), length
+
+
+def dynamic_layer(window: int | None) -> Any:
+    """An empty layer of a dynamic cache."""
+    return _caches.DynamicLayer() if window is None else _caches.DynamicSlidingWindowLayer(window)
+
+
+def dynamic_cache_of(layers: list[Any]) -> DynamicCache:
+    """A dynamic cache with these layers."""
+    cache = DynamicCache()
+    cache.layers, cache.layer_class_to_replicate = layers, None
+    return cache
+
+
+def static_cache(config: PreTrainedConfig, slots: int) -> Cache:
+    """An empty static cache."""
+    return _caches.StaticCache(config=config, max_cache_len=slots)
+
+
+def quantized_cache(config: PreTrainedConfig, backend: str, options: dict[str, Any]) -> Cache:
+    """An empty quantized cache."""
+    return _caches.QuantizedCache(backend, config, **options)
 
 
 def quantizes_in_groups(layer: Any) -> bool:

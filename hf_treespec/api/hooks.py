@@ -19,6 +19,7 @@ from hf_treespec.api.assistants import (
 )
 from hf_treespec.api.draft_support import draft_support
 from hf_treespec.api.heads import check_head, drafts_blocks, find_head, is_head
+from hf_treespec.api.kv_probe import kv_cache_fault
 from hf_treespec.api.layer_drafts import check_layer_draft, draft_layers, with_early_exit
 from hf_treespec.api.modes import refuse_modes, refuse_paged
 from hf_treespec.api.mtp import with_mtp
@@ -26,7 +27,15 @@ from hf_treespec.api.outliers import has_shared_outliers
 from hf_treespec.api.support import is_supported, path_traits, require_support, routed, unwrap
 from hf_treespec.attention import check_attention
 from hf_treespec.config import TreeConfig
-from hf_treespec.engine import Request, check_cache_of, check_path_settings, check_settings, generate_with_tree
+from hf_treespec.engine import (
+    Request,
+    check_cache_of,
+    check_kv_cache,
+    check_no_cache_beside,
+    check_path_settings,
+    check_settings,
+    generate_with_tree,
+)
 from hf_treespec.errors import TreeConfigError, UnsupportedCallError
 from hf_treespec.routes import Route
 from hf_treespec.rules import COUPLED, rule_named
@@ -73,6 +82,7 @@ def _extract_mode_kwargs(
         # Nothing of an earlier call may pass for the statistics of this one, should it be refused.
         model.__dict__.pop("treespec_stats", None)
         cache = _compat.passed_cache(kwargs)
+        check_no_cache_beside(config.kv_cache, cache)
         if cache is not None:
             # Here, because an encoder runs before the decoding hook.
             check_cache_of(model, cache, require_support(model, "the model").route)
@@ -123,7 +133,11 @@ def _validate_mode(
     config = with_mtp(with_early_exit(config, generation_config), generation_config)
     mode_kwargs["tree_config"] = with_assistant_settings(config, generation_config, unwrap(passed))
     check_prompt_learning(model)
-    if require_support(model, "the model").route.by_paths:
+    route = require_support(model, "the model").route
+    check_kv_cache(model, config.kv_cache, route, generation_config.cache_implementation)
+    if config.kv_cache != "auto" and (fault := kv_cache_fault(model, config.kv_cache)):
+        raise UnsupportedCallError(f"TreeConfig(kv_cache={config.kv_cache!r}) for {type(model).__name__}: {fault}")
+    if route.by_paths:
         check_path_settings(generation_config)
     else:
         check_attention(model, config.attention)

@@ -4,7 +4,8 @@ A model asks the registry for the mask of each of its layer kinds (full, sliding
 over (row, head, query position, key position). While a tree is active the wrapper evaluates that predicate at *tree*
 positions and intersects it with "the key is an ancestor". So one path serves every kind of layer.
 
-Shapes: B rows, Q queries of this forward, M tree slots in the cache (this forward's included), K keys of the layer.
+Shapes: B rows, R rows or one for all, Q queries of this forward, M tree slots in the cache (this forward's included),
+K keys of the layer.
 A *physical index* counts cache slots from 0; slots from `base` on are tree slots.
 """
 
@@ -37,6 +38,8 @@ class TreeContext:
         slot_depths_BM: int64, the same for every tree slot.
         visible_BQM: bool, whether the query may see the tree slot: itself and its ancestors.
         keys: slots of a layer that forgets nothing, with this forward's and any spare ones; None if not known.
+        shorter_B: int64, how many slots the committed part of each row is shorter than `base`, where the tree of each
+            begins right behind it; None if all are as long.
         seen: what corrections by depth keep from one forward of this tree for the next.
     """
 
@@ -45,6 +48,7 @@ class TreeContext:
     slot_depths_BM: Tensor
     visible_BQM: Tensor
     keys: int | None = None
+    shorter_B: Tensor | None = None
     seen: dict[int, Any] = field(default_factory=dict)
 
 
@@ -124,21 +128,28 @@ def _tree_mask(
             f"a mask for batch {batch_size} and {q_length} queries was asked for during a tree forward of batch "
             f"{rows} and {queries} nodes; the model builds masks for other inputs than its tokens and takes no tree"
         )
-    base, slots = context.base, context.slot_depths_BM.shape[1]
-    key_K = torch.arange(kv_length, device=device) + kv_offset
-    slot_K = (key_K - base).clamp(0, slots - 1)
-    in_tree_K = key_K >= base
-    key_position_BK = torch.where(in_tree_K, base + context.slot_depths_BM.to(device)[:, slot_K], key_K)
+    slots = context.slot_depths_BM.shape[1]
+    # Where the tree of a row begins: one slot for all, or int64 [B, 1].
+    base: int | Tensor = context.base
+    if context.shorter_B is not None:
+        base = base - context.shorter_B.to(device)[:, None]
+    key_RK = (torch.arange(kv_length, device=device) + kv_offset)[None]
+    slot_BK = (key_RK - base).clamp(0, slots - 1).expand(rows, -1)
+    in_tree_RK = key_RK >= base
+    slot_depths_BM = context.slot_depths_BM.to(device).expand(rows, -1)
+    key_position_BK = torch.where(in_tree_RK, base + slot_depths_BM.gather(1, slot_BK), key_RK)
     query_position_BQ = base + context.depths_BQ.to(device)
     row = torch.arange(batch_size, device=device)[:, None, None, None]
     head = torch.zeros((1, 1, 1, 1), dtype=torch.long, device=device)
     allowed = mask_function(row, head, query_position_BQ[:, None, :, None], key_position_BK[:, None, None, :])
-    ancestor_BQK = context.visible_BQM.to(device)[:, :, slot_K]
-    # Slots behind the tree exist only in caches with spare room; they hold nothing yet.
-    allowed = allowed & torch.where(in_tree_K & (key_K < base + slots), ancestor_BQK, ~in_tree_K)[:, None]
+    visible_BQM = context.visible_BQM.to(device).expand(rows, -1, -1)
+    ancestor_BQK = visible_BQM.gather(2, slot_BK[:, None].expand(-1, queries, -1))
+    # Slots behind the tree hold nothing: spare room, or the ends of longer rows.
+    inside_RK = in_tree_RK & (key_RK < base + slots)
+    allowed = allowed & torch.where(inside_RK[:, None], ancestor_BQK, ~in_tree_RK[:, None])[:, None]
     if attention_mask is not None:
-        real_BK = attention_mask.to(device)[:, key_K.clamp(max=attention_mask.shape[1] - 1)].bool()
-        allowed = allowed & (real_BK | in_tree_K)[:, None, None, :]
+        real_BK = attention_mask.to(device)[:, key_RK[0].clamp(max=attention_mask.shape[1] - 1)].bool()
+        allowed = allowed & (real_BK | in_tree_RK)[:, None, None, :]
     allowed = allowed.expand(batch_size, 1, q_length, kv_length)
     if not additive:
         return allowed

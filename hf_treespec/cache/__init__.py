@@ -7,6 +7,7 @@ from hf_treespec.cache.layers import (
     REPLAYED,
     SLIDING,
     STATIC,
+    TREE,
     cache_parts,
     check_cache,
     is_named,
@@ -21,6 +22,7 @@ from hf_treespec.cache.replay import ReplayRecorder
 from hf_treespec.cache.rows import CacheTransaction, RowCache, restored_on_error
 from hf_treespec.cache.state import restored_state_on_error, tensor_places
 from hf_treespec.cache.static import check_windows
+from hf_treespec.cache.tree_cache import TreeCache, layer_fault
 
 __all__ = [
     "DENSE",
@@ -28,6 +30,7 @@ __all__ = [
     "REPLAYED",
     "SLIDING",
     "STATIC",
+    "TREE",
     "CacheTransaction",
     "CallTrial",
     "OrderBoundRows",
@@ -37,6 +40,7 @@ __all__ = [
     "Read",
     "ReplayRecorder",
     "RowCache",
+    "TreeCache",
     "cache_parts",
     "check_cache",
     "check_readable",
@@ -45,6 +49,7 @@ __all__ = [
     "forget",
     "is_named",
     "is_order_bound",
+    "layer_fault",
     "layer_kind",
     "lent",
     "needs_equal_rows",

@@ -10,6 +10,8 @@ from typing import Any
 from hf_treespec import _compat
 from hf_treespec.cache.calls import call_plan
 from hf_treespec.cache.states import states_of
+from hf_treespec.cache.tree_cache import TreeCache
+from hf_treespec.cache.tree_layer import TreeLayer
 from hf_treespec.errors import UnsupportedCallError
 
 __all__ = [
@@ -19,6 +21,7 @@ __all__ = [
     "REPLAYED",
     "SLIDING",
     "STATIC",
+    "TREE",
     "cache_parts",
     "check_cache",
     "is_named",
@@ -33,6 +36,7 @@ REPLAYED = "replayed"
 SLIDING = "sliding"
 STATIC = "static"
 QUANTIZED = "quantized"
+TREE = "tree"
 _KINDS: dict[type, str] = {
     _compat.DynamicLayer: DENSE,
     _compat.DynamicIndexedLayer: DENSE,
@@ -40,6 +44,7 @@ _KINDS: dict[type, str] = {
     _compat.StaticLayer: STATIC,
     _compat.StaticIndexedLayer: STATIC,
     _compat.StaticSlidingWindowLayer: STATIC,
+    TreeLayer: TREE,
     **dict.fromkeys((*_compat.FP8_LAYERS, *_compat.GROUPED_LAYERS), QUANTIZED),
     **dict.fromkeys(_compat.EMPTY_LAYERS, EMPTY),
 }
@@ -49,7 +54,8 @@ def layer_kind(layer: Any) -> str | None:
     """The kind of a layer, or None for a class that cannot take a tree, or has not been tried.
 
     `DENSE` layers replace tensors that grow, `SLIDING` ones keep a window of them, `STATIC` ones write in place,
-    `QUANTIZED` ones round, `EMPTY` ones hold nothing. `REPLAYED` ones are known by their calls alone.
+    `QUANTIZED` ones round, `TREE` ones are our own, `EMPTY` ones hold nothing. `REPLAYED` ones are known by their
+    calls alone.
     """
     kind = _KINDS.get(type(layer))
     if kind is None:
@@ -79,7 +85,8 @@ def needs_equal_rows(cache: Any) -> bool:
 def is_order_bound(cache: Any) -> bool:
     """Whether a cache holds more than attention states that can be taken and dropped slot by slot."""
     return not all(
-        _compat.is_plain_cache(part) and all(layer_kind(layer) is not None for layer in part.layers)
+        (_compat.is_plain_cache(part) or type(part) is TreeCache)
+        and all(layer_kind(layer) is not None for layer in part.layers)
         for part in cache_parts(cache)
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_treespec import _compat
-from hf_treespec.cache.layers import DENSE, QUANTIZED, SLIDING, STATIC, layer_kind
+from hf_treespec.cache.layers import DENSE, QUANTIZED, SLIDING, STATIC, TREE, layer_kind
 from hf_treespec.cache.rows import CacheTransaction, RowCache
 from hf_treespec.errors import UnsupportedCallError
 
@@ -73,7 +73,7 @@ def check_readable(cache: Any, layers: Collection[int], reader: str) -> None:
 
 
 def _is_readable(layer: Any) -> bool:
-    return layer_kind(layer) in (DENSE, SLIDING, STATIC, QUANTIZED)
+    return layer_kind(layer) in (DENSE, SLIDING, STATIC, QUANTIZED, TREE)
 
 
 def committed_states(rows: RowCache, number: int) -> tuple[Tensor, Tensor]:
@@ -92,4 +92,7 @@ def committed_states(rows: RowCache, number: int) -> tuple[Tensor, Tensor]:
     keys, values = layer.keys, layer.values
     if kind == STATIC:
         keys, values = (states.narrow(-2, 0, rows.physical) for states in (keys, values))
+    elif kind == TREE and layer.sliding_window is not None:
+        # As a sliding layer of transformers has them.
+        keys, values = (states[:, :, 1 - layer.sliding_window :] for states in (keys, values))
     return keys, values

@@ -1,7 +1,8 @@
 """A cache whose rows have lengths of their own, and the transaction around one tree.
 
 transformers' caches are rectangular. Rows that accepted less are kept right-aligned: their slots move right and the
-gap at the left becomes padding, which every model handles, and which keeps each row's sliding window whole.
+gap at the left becomes padding, which every model handles, and which keeps each row's sliding window whole. In a
+`TreeCache` nothing moves: rows begin at slot 0, and the tree of each lies right behind its text.
 
 Shapes: B rows, L physical length, M tree slots, H heads, D head dim.
 """
@@ -24,6 +25,7 @@ from hf_treespec.cache.layers import (
     QUANTIZED,
     REPLAYED,
     STATIC,
+    TREE,
     cache_parts,
     check_cache,
     layer_kind,
@@ -34,6 +36,7 @@ from hf_treespec.cache.sliding import SlidingRecorder
 from hf_treespec.cache.snapshot import LayerState
 from hf_treespec.cache.states import held_states
 from hf_treespec.cache.static import capacity, set_static_length
+from hf_treespec.cache.tree_layer import SlotMoves, TreeLayer
 from hf_treespec.errors import TreeSpecError
 
 __all__ = ["CacheTransaction", "RowCache", "restored_on_error"]
@@ -81,6 +84,7 @@ class RowCache:
         self.lengths = list(lengths)
         self.roots_only = False
         self._capacity = capacity(self.layers)
+        self._in_place = any(layer_kind(layer) == TREE for layer in self.layers)
 
     @property
     def capacity(self) -> int | None:
@@ -112,8 +116,17 @@ class RowCache:
     @property
     def gaps(self) -> list[int]:
         """Empty slots at the left of each row."""
+        if self._in_place:
+            return [0] * len(self.lengths)
         physical = self.physical
         return [physical - length for length in self.lengths]
+
+    def shorter(self, device: torch.device | str) -> Tensor | None:
+        """How many slots each row is shorter than the longest, if rows begin at slot 0: int64 `[B]`, or None."""
+        physical = self.physical
+        if not self._in_place or min(self.lengths) == physical:
+            return None
+        return torch.tensor([physical - length for length in self.lengths], device=device)
 
     def mask(self, extra: int, prompt_mask_BP: Tensor | None, device: torch.device | str) -> Tensor | None:
         """The 2D attention mask of a forward.
@@ -127,11 +140,14 @@ class RowCache:
             int64 `[B, L + extra]`, or None if nothing is masked.
         """
         gaps = self.gaps
-        if prompt_mask_BP is None and not any(gaps):
+        # What lies behind a row that begins at slot 0 is told by the tree, if there is one.
+        ends = self.lengths if self._in_place and not extra else [self.physical + extra] * len(gaps)
+        if prompt_mask_BP is None and not any(gaps) and len(set(ends)) == 1:
             return None
         mask = torch.ones((len(gaps), self.physical + extra), dtype=torch.long, device=device)
         for row, gap in enumerate(gaps):
             mask[row, :gap] = 0
+            mask[row, ends[row] :] = 0
             if prompt_mask_BP is not None:
                 mask[row, gap : gap + prompt_mask_BP.shape[1]] = prompt_mask_BP[row].to(mask)
         return mask
@@ -154,6 +170,7 @@ class CacheTransaction:
         self._static: list[LayerState] = []
         self._recorders: list[SlidingRecorder | ReplayRecorder] = []
         self._quantized: list[QuantizedRecorder] = []
+        self._tree: list[LayerState] = []
         self._lengths: list[int] = []
         self._open = False
 
@@ -164,6 +181,8 @@ class CacheTransaction:
             kind = layer_kind(layer)
             if kind == DENSE:
                 self._dense.append(LayerState(layer))
+            elif kind == TREE:
+                self._tree.append(LayerState(layer))
             elif kind == STATIC:
                 self._static.append(LayerState(layer, self._rows.physical))
             elif kind == QUANTIZED:
@@ -184,7 +203,7 @@ class CacheTransaction:
 
     def _undo(self) -> None:
         self._rows.lengths = self._lengths
-        for state in (*self._dense, *self._static):
+        for state in (*self._dense, *self._static, *self._tree):
             state.restore()
         for recorder in self._recorders:
             recorder.remove()
@@ -209,6 +228,7 @@ class CacheTransaction:
 
         for state in self._dense:
             _commit_dense(state.layer, accepted)
+        _commit_trees([state.layer for state in self._tree], slots, self._lengths)
         static = [state.layer for state in self._static if state.layer.is_initialized]
         used = int(static[0].get_seq_length()) if static else 0
         for layer in static:
@@ -230,6 +250,15 @@ def _commit_dense(layer: Any, accepted: Accepted) -> None:
             setattr(layer, name, states.narrow(axes.tokens, 0, accepted.after))
         else:
             setattr(layer, name, accepted.gathered(states, axes))
+
+
+def _commit_trees(layers: Sequence[TreeLayer], slots: Sequence[Sequence[int]], before: Sequence[int]) -> None:
+    moves: SlotMoves | None = None
+    for layer in layers:
+        # Some models never fill a layer, or not in a forward like this one.
+        if layer.is_initialized and layer.lengths != tuple(before):
+            moves = moves or SlotMoves(slots, before, layer.physical - max(before))
+            layer.commit(moves)
 
 
 def _commit_static(layer: Any, accepted: Accepted, used: int) -> None:

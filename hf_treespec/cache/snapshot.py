@@ -1,17 +1,19 @@
 """What a cache layer was at one time, whatever it keeps and however it writes.
 
 Layers that replace their tensors need a copy of their attributes alone. Static layers write in place: their length is
-noted, and what lies behind it is cleared. Of a layer of any other class every tensor is copied, in containers too.
+noted, and what lies behind it is cleared; so it is with our own. Of a layer of any other class every tensor is copied,
+in containers too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from hf_treespec.cache.layers import DENSE, EMPTY, QUANTIZED, SLIDING, STATIC, layer_kind
+from hf_treespec.cache.layers import DENSE, EMPTY, QUANTIZED, SLIDING, STATIC, TREE, layer_kind
 from hf_treespec.cache.static import set_static_length
 
 __all__ = ["LayerState"]
@@ -34,8 +36,12 @@ class LayerState:
         kind = layer_kind(layer)
         self._length: int | None = None
         self._saved: Callable[[], Any] | None = None
+        self._kept = kind == TREE
         if kind == STATIC:
             self._length = int(layer.cumulative_length) if length is None else length
+        elif kind == TREE:
+            # Its room may grow meanwhile, which need not be undone.
+            self._saved = partial(layer.truncate, layer.lengths) if layer.is_initialized else None
         elif kind not in _REPLACING:
             self._saved = _saved(self.attributes)
 
@@ -43,6 +49,8 @@ class LayerState:
         """Give the layer back as it was."""
         if self._saved is not None:
             self._saved()
+            if self._kept:
+                return
         self.layer.__dict__.clear()
         self.layer.__dict__.update(self.attributes)
         if self._length is not None:

@@ -230,6 +230,7 @@ class LevelReader:
             slot_depths_BM=slot_depths,
             visible_BQM=unpack_words(torch.tensor(packed, dtype=torch.int64), slots),
             keys=self._cache.capacity or self._cache.physical + slots,
+            shorter_B=self._cache.shorter("cpu"),
             seen=self._seen,
         )
         positions = self._reader.positions(self._cache, depths, slots - width)

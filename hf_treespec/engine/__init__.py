@@ -3,6 +3,7 @@
 from hf_treespec.engine.checks import check_cache_of, check_path_settings, check_settings
 from hf_treespec.engine.features import FeatureTaps, Places, tapped
 from hf_treespec.engine.forward import TargetForward
+from hf_treespec.engine.kv_cache import check_kv_cache, check_no_cache_beside
 from hf_treespec.engine.loop import generate_with_tree
 from hf_treespec.engine.ordered import OrderedForward
 from hf_treespec.engine.paths import PathForward
@@ -20,6 +21,8 @@ __all__ = [
     "TargetForward",
     "cache_of",
     "check_cache_of",
+    "check_kv_cache",
+    "check_no_cache_beside",
     "check_path_settings",
     "check_settings",
     "generate_with_tree",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hf_treespec import _compat
-from hf_treespec.cache import check_cache, needs_equal_rows
+from hf_treespec.cache import TreeCache, check_cache, needs_equal_rows
 from hf_treespec.errors import UnsupportedCallError
 from hf_treespec.routes import Route
 from hf_treespec.verify import are_pure
@@ -205,8 +205,9 @@ def check_cache_of(model: PreTrainedModel, cache: Any, route: Route) -> None:
         raise UnsupportedCallError(
             f"cache of type {type(cache).__name__} for {type(model).__name__}: expected {wanted}"
         )
-    if route.by_paths and (needs_equal_rows(cache) or _compat.has_fixed_size(cache)):
+    in_place = isinstance(cache, TreeCache) or _compat.has_fixed_size(cache)
+    if route.by_paths and (needs_equal_rows(cache) or in_place):
         raise UnsupportedCallError(
-            f"cache of type {type(cache).__name__} with layers of a fixed size or quantized ones: "
+            f"cache of type {type(cache).__name__} with layers that are written in place or quantized: "
             f"{type(model).__name__} reads a tree path by path, which repeats rows of the cache; pass dynamic caches"
         )

@@ -152,13 +152,15 @@ class TargetForward:
         # A root alone is an ordinary decoding step: the model's own mask serves, and the step costs what plain costs.
         context = None
         mask = self.mask(nodes, tree=nodes > 1)
-        if nodes > 1:
+        shorter = self.rows.shorter(device)
+        if nodes > 1 or shorter is not None:
             context = TreeContext(
                 base=self.rows.physical,
                 depths_BQ=layout.depths_BN,
                 slot_depths_BM=layout.depths_BN,
                 visible_BQM=layout.ancestors_BNN(),
                 keys=self.rows.capacity or self.rows.physical + nodes,
+                shorter_B=shorter,
             )
         # With a static cache the inputs come with their masks.
         with tree_forward_context(context):

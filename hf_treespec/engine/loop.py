@@ -32,6 +32,7 @@ from hf_treespec.engine.choice import Choice, make_draft
 from hf_treespec.engine.features import FeatureTaps, tapped
 from hf_treespec.engine.forward import TargetForward
 from hf_treespec.engine.guidance import Guidance
+from hf_treespec.engine.kv_cache import put_kv_cache
 from hf_treespec.engine.ordered import only_plain, settled
 from hf_treespec.engine.outputs import KeptStates
 from hf_treespec.engine.prompt import Prompt
@@ -76,6 +77,7 @@ def generate_with_tree(
         UnsupportedCallError: before any forward, for calls that cannot be right with a tree.
     """
     stats = TreeStats(batch_size=int(request.input_ids.shape[0]))
+    put_kv_cache(model, request.tree_config.kv_cache, request.model_kwargs)
     start = time.perf_counter()
     with refused_together(request.input_ids.device) if request.synced_gpus else nullcontext():
         prompt = _checked(model, request)

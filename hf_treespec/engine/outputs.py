@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_treespec import _compat
-from hf_treespec.cache import SLIDING, STATIC, RowCache, layer_kind
+from hf_treespec.cache import SLIDING, STATIC, TREE, RowCache, layer_kind
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -107,7 +107,7 @@ def _keys(weights_BHNK: Tensor, path_BD: Tensor, cache: RowCache, index: int) ->
     static = layer_kind(layer) == STATIC
     stored = base if static else width - nodes
     column_BK = torch.cat([torch.arange(stored).expand(batch, -1), stored + path_BD], dim=1)
-    if layer_kind(layer) == SLIDING:
+    if layer_kind(layer) == SLIDING or (layer_kind(layer) == TREE and layer.is_sliding):
         # The window has moved on with the path: what fell out of it has no column in plain decoding.
         column_BK = column_BK[:, -(min(base + depth - 1, int(layer.sliding_window) - 1) + 1) :]
     picked = weights_BHK.gather(2, column_BK.to(device)[:, None].expand(-1, weights_BHK.shape[1], -1))

@@ -38,7 +38,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "kseq",
         "typical-lossy",
     ),  # fmt: skip
-    "kv_cache": ("auto",),
+    "kv_cache": ("auto", "dense", "int8", "fp8"),
     "attention": ("auto", "sdpa", "eager"),
     "fallback": ("auto", "off"),
     "on_stateful_processor": ("in_step", "error"),

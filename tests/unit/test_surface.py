@@ -16,6 +16,7 @@ def test_public_names() -> None:
         "AutoTreeSpecModelForCausalLM",
         "LayerSkip",
         "Support",
+        "TreeCache",
         "TreeConfig",
         "TreeConfigError",
         "TreeSpecError",
