@@ -30,13 +30,14 @@ from hf_treespec.cache.layers import (
     check_cache,
     layer_kind,
 )
+from hf_treespec.cache.moves import SlotMoves
 from hf_treespec.cache.quantized import QuantizedRecorder, path_limit
 from hf_treespec.cache.replay import ReplayRecorder
 from hf_treespec.cache.sliding import SlidingRecorder
 from hf_treespec.cache.snapshot import LayerState
 from hf_treespec.cache.states import held_states
 from hf_treespec.cache.static import capacity, set_static_length
-from hf_treespec.cache.tree_layer import SlotMoves, TreeLayer
+from hf_treespec.cache.tree_layer import TreeLayer
 from hf_treespec.errors import TreeSpecError
 
 __all__ = ["CacheTransaction", "RowCache", "restored_on_error"]

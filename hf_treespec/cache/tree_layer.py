@@ -12,88 +12,21 @@ Shapes: B rows, H heads, L physical length (that of the longest row), Q tokens o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_treespec import _compat
+from hf_treespec.cache.moves import SlotMoves, Tail, behind
 from hf_treespec.cache.slots import Place, Scratch, Slots, make_slots
 from hf_treespec.errors import TreeSpecError
 
-__all__ = ["SlotMoves", "TreeLayer"]
+__all__ = ["TreeLayer"]
 
 _BLOCK = 64
 _MOST_AHEAD = 4096
 _NAMES = ("keys", "values")
-
-
-class SlotMoves:
-    """One commit: which slots of a tree stay, as index tensors that are made once per device and not once per layer.
-
-    Args:
-        slots: per row strictly increasing tree slots.
-        before: per row the slots before the tree.
-        count: M.
-    """
-
-    def __init__(self, slots: Sequence[Sequence[int]], before: Sequence[int], count: int) -> None:
-        self.lengths = tuple(length + len(row) for length, row in zip(before, slots, strict=True))
-        self.tail = _Tail(self.lengths, [length + count for length in before])
-        self._moves = [
-            (row, length + slot, length + to)
-            for row, (length, kept) in enumerate(zip(before, slots, strict=True))
-            for to, slot in enumerate(kept)
-            if slot != to
-        ]
-        self._made: dict[torch.device, Tensor] = {}
-
-    def moves(self, device: torch.device) -> Tensor | None:
-        """int64 `[3, n]`: rows, sources and targets; None if all stay where they are."""
-        if not self._moves:
-            return None
-        if device not in self._made:
-            self._made[device] = _index(self._moves, device)
-        return self._made[device]
-
-
-class _Tail:
-    """What lies behind the text of each row and has to be cleared.
-
-    Args:
-        first: per row the first slot of it.
-        end: per row the slot behind the last one.
-    """
-
-    def __init__(self, first: Sequence[int], end: Sequence[int]) -> None:
-        self._first, self._end = tuple(first), tuple(end)
-        self._same = len({*zip(self._first, self._end, strict=True)}) == 1
-
-    def clear(self, slots: Slots, dropped: int) -> None:
-        """Make it zero."""
-        if self._same:
-            slots.clear(Place(start=self._first[0] - dropped), self._end[0] - self._first[0])
-            return
-        pairs = [
-            (row, slot)
-            for row, bounds in enumerate(zip(self._first, self._end, strict=True))
-            for slot in range(*bounds)
-        ]
-        if pairs:
-            rows, index = _index(pairs, slots.device)
-            slots.clear(Place(rows=rows, slots=index - dropped))
-
-
-def _index(entries: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
-    """int64 `[k, n]` of n entries of k numbers."""
-    return torch.tensor(entries, dtype=torch.long).T.contiguous().to(device)
-
-
-@lru_cache(maxsize=4)
-def _behind(lengths: tuple[int, ...], count: int, device: torch.device) -> Tensor:
-    """int64 `[2, n]`: rows and slots of so many slots behind every row. All layers of a forward ask for the same."""
-    return _index([(row, slot) for row, n in enumerate(lengths) for slot in range(n, n + count)], device)
 
 
 class TreeLayer(_compat.CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -221,7 +154,7 @@ class TreeLayer(_compat.CacheLayerMixin):  # type: ignore[no-untyped-call]
         """So many slots behind every row."""
         if min(self.lengths, default=0) == self.physical:
             return Place(start=self.physical - self.dropped)
-        rows, slots = _behind(self.lengths, count, device)
+        rows, slots = behind(self.lengths, count, device)
         return Place(rows=rows, slots=slots - self.dropped)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -268,7 +201,7 @@ class TreeLayer(_compat.CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Go back to these lengths of the rows; what lies behind is cleared."""
         if not self.is_initialized or self.lengths == tuple(lengths):
             return
-        tail = _Tail(lengths, self.lengths)
+        tail = Tail(lengths, self.lengths)
         self.lengths = tuple(lengths)
         for one in self.slots.values():
             tail.clear(one, self.dropped)

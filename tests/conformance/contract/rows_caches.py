@@ -13,7 +13,7 @@ from transformers.cache_utils import StaticCache
 from conformance.contract import models
 from conformance.contract.core import Row, Side
 from conformance.contract.observe import WANTED, Asked, cache_view, everything, greedy, section, token
-from hf_treespec import _compat
+from hf_treespec import TreeCache, _compat
 from tiny import WIDTH, build, cache_argument, first_block, new_cache, perturbed, plain_cache, prompt, reference, stock
 
 STATIC: dict[str, Any] = {"cache_implementation": "static", "disable_compile": True}
@@ -130,6 +130,17 @@ def static_object(side: Side) -> Any:
     return side.generate(**cache_argument(cache), disable_compile=True), int(cache.get_seq_length())
 
 
+def tree_cache(storage: str) -> Callable[[Side], Any]:
+    """A TreeCache in any call: same object, as long as the text but for its last token."""
+
+    def run(side: Side) -> Any:
+        cache = TreeCache(stock("llama").config, storage=storage)
+        out = side.generate(return_dict_in_generate=True, **cache_argument(cache))
+        return out.sequences, _compat.cache_from_outputs(out) is cache, cache.get_seq_length()
+
+    return run
+
+
 def static_sliding(side: Side) -> Any:
     return side.generate(family="mistral", **STATIC)
 
@@ -232,6 +243,8 @@ ROWS = section(
         note="the backend that needs no other library",
     ),
     ("cache_implementation='dynamic'", of_kind("dynamic")),
+    ("a TreeCache passed in", tree_cache("dense")),
+    ("a TreeCache of 8 bits passed in", tree_cache("int8")),
     ("EncoderDecoderCache (T5)", crossed),
     ("convolution layers beside attention (LFM2)", hybrid),
     ("compile_config without a cache that can be compiled", compile_settings),

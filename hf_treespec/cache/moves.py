@@ -1,0 +1,83 @@
+"""Which slots of a `TreeCache` a commit moves and clears, and where the tokens of an update go when rows part.
+
+Index tensors are made once for all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from hf_treespec.cache.slots import Place, Slots
+
+__all__ = ["SlotMoves", "Tail", "behind"]
+
+
+class SlotMoves:
+    """One commit: which slots of a tree stay, as index tensors that are made once per device and not once per layer.
+
+    Args:
+        slots: per row strictly increasing tree slots.
+        before: per row the slots before the tree.
+        count: M.
+    """
+
+    def __init__(self, slots: Sequence[Sequence[int]], before: Sequence[int], count: int) -> None:
+        self.lengths = tuple(length + len(row) for length, row in zip(before, slots, strict=True))
+        self.tail = Tail(self.lengths, [length + count for length in before])
+        self._moves = [
+            (row, length + slot, length + to)
+            for row, (length, kept) in enumerate(zip(before, slots, strict=True))
+            for to, slot in enumerate(kept)
+            if slot != to
+        ]
+        self._made: dict[torch.device, Tensor] = {}
+
+    def moves(self, device: torch.device) -> Tensor | None:
+        """int64 `[3, n]`: rows, sources and targets; None if all stay where they are."""
+        if not self._moves:
+            return None
+        if device not in self._made:
+            self._made[device] = _index(self._moves, device)
+        return self._made[device]
+
+
+class Tail:
+    """What lies behind the text of each row and has to be cleared.
+
+    Args:
+        first: per row the first slot of it.
+        end: per row the slot behind the last one.
+    """
+
+    def __init__(self, first: Sequence[int], end: Sequence[int]) -> None:
+        self._first, self._end = tuple(first), tuple(end)
+        self._same = len({*zip(self._first, self._end, strict=True)}) == 1
+        self._made: dict[torch.device, Tensor] = {}
+
+    def clear(self, slots: Slots, dropped: int) -> None:
+        """Make it zero."""
+        if self._same:
+            slots.clear(Place(start=self._first[0] - dropped), self._end[0] - self._first[0])
+            return
+        if slots.device not in self._made:
+            bounds = enumerate(zip(self._first, self._end, strict=True))
+            pairs = [(row, slot) for row, (first, end) in bounds for slot in range(first, end)]
+            self._made[slots.device] = _index(pairs, slots.device) if pairs else torch.zeros((2, 0), dtype=torch.long)
+        rows, index = self._made[slots.device]
+        if rows.numel():
+            slots.clear(Place(rows=rows, slots=index - dropped))
+
+
+def _index(entries: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
+    """int64 `[k, n]` of n entries of k numbers."""
+    return torch.tensor(entries, dtype=torch.long).T.contiguous().to(device)
+
+
+@lru_cache(maxsize=4)
+def behind(lengths: tuple[int, ...], count: int, device: torch.device) -> Tensor:
+    """int64 `[2, n]`: rows and slots of so many slots behind every row. All layers of a forward ask for the same."""
+    return _index([(row, slot) for row, n in enumerate(lengths) for slot in range(n, n + count)], device)
