@@ -2,11 +2,11 @@
 
     python evals/cache_costs.py [--contexts 128,256,512,1024,2048,4096,8192] [--out evals/results]
 
-Storage alone, without a model: every layer is given the states of a tree, as its attention would, then a path of it is
-committed and the cache cut back to its context. Caches and contexts take turns in one run, in another order each time.
-A DynamicCache copies its text at every append. A TreeCache does not; with 8 bits and one buffer for all layers it
-dequantises the text for attention at every append; `read_us` is what that takes when it is done once more.
-Writes cache-costs.csv, a row for each repeat, and cache-costs.png, from its medians.
+A random Llama, whose last layer adds next to nothing so that the layers before it draft well, goes on behind caches
+that are filled with random states. Every update of the cache by a whole tree is timed by itself; commits are those of
+`treespec_stats`. Caches and contexts take turns in one run, in another order each time. A DynamicCache copies its text
+at every append. A TreeCache does not; with 8 bits and one buffer for all layers it dequantises the text for attention.
+Writes cache-costs.csv, a row for each call, and cache-costs.png, from its medians.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import DynamicCache, LlamaConfig
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import hf_treespec
-from hf_treespec import TreeCache
-from hf_treespec.cache import RowCache
+from hf_treespec import TreeCache, TreeConfig, enable
 
 KINDS: dict[str, Callable[[LlamaConfig], Any]] = {
     "dynamic": lambda config: DynamicCache(config=config),
@@ -39,6 +38,32 @@ KINDS: dict[str, Callable[[LlamaConfig], Any]] = {
     "fp8": lambda config: TreeCache(config, storage="fp8"),
 }
 SEED = 1
+VOCAB = 512
+# Tokens of the prompt that the cache does not hold yet.
+UNREAD = 4
+
+
+class TimedUpdates:
+    """Stands in for the `update` of a cache and adds up the time of those by a whole tree.
+
+    Args:
+        cache: shadowed on the instance.
+        slots: tokens of an update that counts.
+    """
+
+    def __init__(self, cache: Any, slots: int) -> None:
+        self.seconds, self.calls = 0.0, 0
+        self._update, self._slots = cache.update, slots
+        cache.update = self
+
+    def __call__(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if keys.shape[2] != self._slots:
+            return self._update(keys, values, *args, **kwargs)
+        begin = settle(keys.device)
+        shown = self._update(keys, values, *args, **kwargs)
+        self.seconds += settle(keys.device) - begin
+        self.calls += 1
+        return shown
 
 
 def settle(device: torch.device) -> float:
@@ -48,54 +73,70 @@ def settle(device: torch.device) -> float:
     return time.perf_counter()
 
 
-@torch.no_grad()
-def one_round(cache: Any, tree: torch.Tensor, path: Sequence[int]) -> dict[str, float]:
-    """Microseconds of an append and a commit in all layers; the cache is left as it was."""
-    rows = RowCache(cache, [int(cache.get_seq_length())] * tree.shape[0])
-    with rows.transaction() as transaction:
-        begin = settle(tree.device)
-        for layer in range(len(cache.layers)):
-            cache.update(tree, tree, layer)
-        appended = settle(tree.device)
-        transaction.commit([list(path)] * tree.shape[0])
-        committed = settle(tree.device)
-    read = 0.0
-    if isinstance(cache, TreeCache):
-        begin_read = settle(tree.device)
-        for layer in cache.layers:
-            for slots in layer.slots.values():
-                slots.read(0, layer.physical)
-        read = settle(tree.device) - begin_read
-    cache.crop(-len(path))
+def build(arguments: argparse.Namespace) -> Any:
+    """A random model in which the last layer hardly matters."""
+    torch.manual_seed(SEED)
+    width = arguments.heads * arguments.head_size
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=width,
+        intermediate_size=width,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=arguments.heads,
+        num_key_value_heads=arguments.heads,
+        head_dim=arguments.head_size,
+        max_position_embeddings=max(arguments.contexts) + arguments.new_tokens + 1,
+        initializer_range=0.2,
+        eos_token_id=None,
+    )
+    model = LlamaForCausalLM(config).to(arguments.device, getattr(torch, arguments.dtype)).eval()
+    with torch.no_grad():
+        for part in (model.model.layers[-1].self_attn.o_proj, model.model.layers[-1].mlp.down_proj):
+            part.weight.mul_(1e-3)
+    return enable(model)
+
+
+def filled(model: Any, kind: str, context: int) -> Any:
+    """A cache that holds so many random tokens."""
+    cache, config = KINDS[kind](model.config), model.config
+    shape = (1, config.num_key_value_heads, context, config.head_dim)
+    states = torch.randn(shape, device=model.device, dtype=model.dtype)
+    for layer in range(config.num_hidden_layers):
+        cache.update(states, states, layer)
+    return cache
+
+
+def one_call(model: Any, kind: str, context: int, config: TreeConfig, new: int) -> dict[str, Any]:
+    """Microseconds that a round takes to append its tree and to commit, and what was accepted."""
+    torch.manual_seed(SEED)
+    cache = filled(model, kind, context - UNREAD)
+    ids = torch.randint(0, VOCAB, (1, context), device=model.device)
+    timed = TimedUpdates(cache, config.max_nodes + 1)
+    model.generate(ids, past_key_values=cache, do_sample=False, max_new_tokens=new, pad_token_id=0, tree_config=config)
+    stats = model.treespec_stats
+    rounds = timed.calls / model.config.num_hidden_layers
     return {
-        "append_us": (appended - begin) * 1e6,
-        "read_us": read * 1e6,
-        "commit_us": (committed - appended) * 1e6,
+        "append_us": timed.seconds / rounds * 1e6,
+        "commit_us": stats.commit_seconds / stats.rounds * 1e6,
+        "tokens_per_round": stats.tokens_per_round,
     }
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
-    config = LlamaConfig(num_hidden_layers=arguments.layers)
-    torch.manual_seed(SEED)
-    shape = (arguments.batch, arguments.heads, arguments.nodes, arguments.head_size)
-    tree = torch.randn(shape, device=device, dtype=dtype)
-    # Every second node: all but the root move.
-    path = range(0, min(arguments.nodes, 2 * arguments.accepted), 2)
+    model = build(arguments)
+    options = {"early_exit": {"layer": arguments.layers - 1}}
+    config = TreeConfig(
+        draft="early_exit", draft_options=options, max_nodes=arguments.nodes, max_children=2, max_depth=5,
+        growth="static", fallback="off", seed=SEED,
+    )  # fmt: skip
     order = random.Random(SEED)
-    caches = {}
-    for context in arguments.contexts:
-        prompt = torch.randn((*shape[:2], context, shape[3]), device=device, dtype=dtype)
-        for kind in arguments.kinds:
-            caches[kind, context] = KINDS[kind](config)
-            for layer in range(arguments.layers):
-                caches[kind, context].update(prompt, prompt, layer)
     rows = []
-    for repeat in range(-arguments.warmup, arguments.repeats):
-        turns = list(caches)
+    for repeat in range(-1, arguments.repeats):
+        turns = [(kind, context) for kind in arguments.kinds for context in arguments.contexts]
         order.shuffle(turns)
         for kind, context in turns:
-            figures = one_round(caches[kind, context], tree, path)
+            figures = one_call(model, kind, context, config, arguments.new_tokens)
+            # The first time warms up.
             if repeat >= 0:
                 rows.append({"kind": kind, "context": context, "repeat": repeat, **figures})
     return rows
@@ -140,13 +181,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--contexts", type=numbers, default=[128, 256, 512, 1024, 2048, 4096, 8192])
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS))
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--heads", type=int, default=3)
     parser.add_argument("--head-size", type=int, default=64)
-    parser.add_argument("--nodes", type=int, default=17, help="slots of a tree, the root among them")
-    parser.add_argument("--accepted", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--nodes", type=int, default=16, help="of a tree, the root not counted")
+    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
@@ -155,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--kinds: {', '.join(sorted(unknown))}: expected some of {', '.join(KINDS)}")
     rows = measure(arguments)
     setting = {
-        **{name: getattr(arguments, name) for name in ("layers", "batch", "heads", "head_size", "nodes", "dtype")},
+        **{name: getattr(arguments, name) for name in ("layers", "heads", "head_size", "nodes", "dtype")},
         "device": arguments.device,
         "processor": platform.machine(),
         "threads": torch.get_num_threads(),
@@ -172,10 +211,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             {**{k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}, **setting} for row in rows
         )
     plot(table, table.with_suffix(".png"))
-    for field in ("append_us", "read_us", "commit_us"):
+    for field in ("append_us", "commit_us", "tokens_per_round"):
         print(field)
         for kind, of in medians(rows, field).items():
-            print(f"  {kind:15}", *(f"{context}: {value:.0f}" for context, value in of.items()))
+            print(f"  {kind:15}", *(f"{context}: {value:.1f}" for context, value in of.items()))
     return 0
 
 

@@ -28,20 +28,39 @@ class SlotMoves:
     def __init__(self, slots: Sequence[Sequence[int]], before: Sequence[int], count: int) -> None:
         self.lengths = tuple(length + len(row) for length, row in zip(before, slots, strict=True))
         self.tail = Tail(self.lengths, [length + count for length in before])
-        self._moves = [
-            (row, length + slot, length + to)
-            for row, (length, kept) in enumerate(zip(before, slots, strict=True))
-            for to, slot in enumerate(kept)
-            if slot != to
-        ]
+        self._before, self._slots = tuple(before), [list(row) for row in slots]
+        self._rows_alike = len(set(self._before)) == 1 and all(row == self._slots[0] for row in self._slots)
         self._made: dict[torch.device, Tensor] = {}
 
-    def moves(self, device: torch.device) -> Tensor | None:
-        """int64 `[3, n]`: rows, sources and targets; None if all stay where they are."""
-        if not self._moves:
-            return None
+    def apply(self, slots: Slots, dropped: int) -> None:
+        """Move what stays, and clear what does not.
+
+        Args:
+            slots: of a layer.
+            dropped: tokens at the start that it does not hold.
+        """
+        if any(row != list(range(len(row))) for row in self._slots):
+            index = self._index(slots.device)
+            if self._rows_alike:
+                slots.move_alike(index - dropped, self._before[0] - dropped)
+            else:
+                rows, sources, targets = index
+                slots.move(rows, sources - dropped, targets - dropped)
+        self.tail.clear(slots, dropped)
+
+    def _index(self, device: torch.device) -> Tensor:
+        """int64 `[n]`, where the slots of all rows come from; or `[3, n]`: rows, sources and targets of each slot."""
         if device not in self._made:
-            self._made[device] = _index(self._moves, device)
+            if self._rows_alike:
+                self._made[device] = torch.tensor([self._before[0] + slot for slot in self._slots[0]], device=device)
+            else:
+                entries = [
+                    (row, length + slot, length + to)
+                    for row, (length, kept) in enumerate(zip(self._before, self._slots, strict=True))
+                    for to, slot in enumerate(kept)
+                    if slot != to
+                ]
+                self._made[device] = _index(entries, device)
         return self._made[device]
 
 

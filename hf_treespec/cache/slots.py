@@ -130,6 +130,16 @@ class Slots:
         for part in map(_bits, self.parts.values()):
             part[rows, :, targets] = part[rows, :, sources]
 
+    def move_alike(self, sources: Tensor, first: int) -> None:
+        """Copy slots of all rows to those from `first` on; all are read before any is written.
+
+        Args:
+            sources: int64 `[n]`.
+            first: the first of the n slots that are written.
+        """
+        for part in map(_bits, self.parts.values()):
+            part.narrow(2, first, len(sources)).copy_(part.index_select(2, sources))
+
     def clear(self, place: Place, count: int = 0) -> None:
         """Make slots zero; `count` of them behind `place.start`."""
         for part in map(_bits, self.parts.values()):

@@ -190,11 +190,7 @@ class TreeLayer(_compat.CacheLayerMixin):  # type: ignore[no-untyped-call]
     def commit(self, moves: SlotMoves) -> None:
         """Keep the accepted slots of a tree, and clear the others."""
         for one in self.slots.values():
-            index = moves.moves(one.device)
-            if index is not None:
-                rows, sources, targets = index
-                one.move(rows, sources - self.dropped, targets - self.dropped)
-            moves.tail.clear(one, self.dropped)
+            moves.apply(one, self.dropped)
         self.lengths = moves.lengths
 
     def truncate(self, lengths: Sequence[int]) -> None:

@@ -215,8 +215,11 @@ def test_states_come_back_within_half_a_step(storage: str, share: float, dtype: 
     # float16 holds no more.
     for size in (1e-3, 1.0, 3e4):
         values = (torch.randn(3, 2, 5, 64).clamp(-2, 2) * size / 2).to(dtype)
-        back = dequantize(*quantize(values, storage), torch.empty_like(values))
+        codes, scales = quantize(values, storage)
+        back = dequantize(codes, scales, torch.empty_like(values))
         largest = values.abs().amax(-1, keepdim=True).double()
+        room = scales[..., None].double() * (127 if storage == "int8" else 448) / largest
+        assert room.min() >= 1 - 1e-6 and room.max() < 1 + 2**-6, "a scale is rounded up, so that nothing is clipped"
         near = largest * share if storage == "int8" else values.double().abs() * share + largest / 448 * 2**-9
         # The scale is rounded up to 8 bits, and the state to its dtype.
         slack = 1.01 * near + largest * torch.finfo(dtype).eps
@@ -363,6 +366,7 @@ def test_copies_and_pickles_are_caches_of_their_own(storage: str, buffers: str) 
     pickle.dump(cache, pickled)
     pickled.seek(0)
     for other in (copy.deepcopy(cache), pickle.load(pickled)):
+        assert other.memory_report().shared == 0, "buffers are not copied"
         same_text(other, cache)
         seen = [other.update(*states([[9], [8]]), layer) for layer in range(2)]
         assert cache.get_seq_length() == 7 and other.get_seq_length() == 8
