@@ -24,6 +24,8 @@ from transformers import (
 from transformers.cache_utils import DynamicCache, StaticCache
 
 from hf_treespec import TreeCache, TreeConfig, UnsupportedCallError, _compat, enable
+from hf_treespec.engine import check_cache_of
+from hf_treespec.routes import Route
 from sources import MAKERS, Source, drafting
 from tiny import (
     FAMILIES,
@@ -414,6 +416,12 @@ def test_models_that_read_path_by_path_are_refused() -> None:
     model = enable(T5ForConditionalGeneration(config).eval())
     model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=2, tree_config=CONFIG)
     refused(model, "kv_cache='dense'.*T5.*path by path", tree_config=CONFIG.replace(kv_cache="dense"))
+
+
+def test_a_cache_of_ours_for_a_model_that_reads_path_by_path_is_refused() -> None:
+    cache = TreeCache(stock("llama").config)
+    with pytest.raises(UnsupportedCallError, match="TreeCache with layers that are written in place.*path by path"):
+        check_cache_of(stock("llama"), cache, Route.PATHS)
 
 
 @pytest.mark.parametrize("storage", ["dense", "int8"])

@@ -60,6 +60,27 @@ def test_same_text(smollm2: tuple[Any, Any], prompt: str, arguments: dict[str, A
     assert tree == plain
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["t0", "t1"])
+@pytest.mark.parametrize("storage", ["dense", "int8", "fp8"])
+@pytest.mark.parametrize("prompt", [SMOKE, MORE[1]])
+def test_trees_over_our_own_cache(
+    smollm2: tuple[Any, Any], prompt: str, storage: str, arguments: dict[str, Any]
+) -> None:
+    model, tokenizer = smollm2
+    inputs = tokenizer(prompt, return_tensors="pt")
+    tree = TreeConfig(draft="ngram", max_nodes=16, seed=3, fallback="off", kv_cache=storage)
+    enable(model)
+    try:
+        texts = [
+            model.generate(**inputs, tree_config=config, max_new_tokens=24, **arguments)
+            for config in (tree.replace(max_nodes=0), tree)
+        ]
+    finally:
+        disable(model)
+    assert torch.equal(*texts)
+
+
 # Every source with what it needs; `head:` is a random one, `layers:20` the target's first 20 layers.
 SOURCES: dict[str, tuple[Any, str | None, dict[str, Any]]] = {
     "ngram": ("ngram", None, {}),

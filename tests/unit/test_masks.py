@@ -50,6 +50,7 @@ class Scene:
     padding: list[int]
     trees: list[TokenTree]
     queries: int  # nodes of the last forward
+    shorter: list[int] | None = None  # rows whose text, and the tree behind it, ends so much earlier
 
     @property
     def slots(self) -> int:
@@ -63,6 +64,7 @@ class Scene:
             depths_BQ=layout.depths_BN[:, -self.queries :],
             slot_depths_BM=layout.depths_BN,
             visible_BQM=layout.ancestors_BNN()[:, -self.queries :],
+            shorter_B=None if self.shorter is None else torch.tensor(self.shorter),
         )
 
     @property
@@ -84,17 +86,18 @@ class Scene:
 
     def sees(self, row: int, tree: TokenTree, node: int, key: int, may: Callable[[int, int, int], bool]) -> bool:
         depth = tree.depths[node] if node < len(tree) else 0
-        if key < self.base:
-            return key >= self.padding[row] and may(row, self.base + depth, key)
-        slot = key - self.base
+        base = self.base - (0 if self.shorter is None else self.shorter[row])
+        if key < base:
+            return key >= self.padding[row] and may(row, base + depth, key)
+        slot = key - base
         if slot >= self.slots:  # spare room of a cache behind the tree
             return False
         if node >= len(tree):
-            return slot == node and may(row, self.base, self.base)
+            return slot == node and may(row, base, base)
         above = node
         while above > slot:
             above = tree.parents[above]
-        return above == slot and may(row, self.base + depth, self.base + tree.depths[slot])
+        return above == slot and may(row, base + depth, base + tree.depths[slot])
 
 
 def random_scene(seed: int) -> Scene:
@@ -107,7 +110,8 @@ def random_scene(seed: int) -> Scene:
         trees.append(TokenTree(tuple(range(nodes)), parents))
     padding = [rng.randrange(base) if rng.random() < 0.5 else 0 for _ in range(batch)]
     slots = max(map(len, trees))
-    return Scene(base, padding, trees, rng.randrange(1, slots + 1))
+    shorter = [rng.randrange(base - pad) for pad in padding] if rng.random() < 0.5 else None
+    return Scene(base, padding, trees, rng.randrange(1, slots + 1), shorter)
 
 
 def layer_kinds(padding: list[int]) -> dict[str, tuple[Any, Callable[[int, int, int], bool]]]:
