@@ -85,6 +85,7 @@ from hf_treespec._compat.files import (
     tensor_names,
     write_checkpoint,
 )
+from hf_treespec._compat.fingerprint import class_name, config_hash, transformers_version
 from hf_treespec._compat.generation import (
     chunks_behind_a_cache,
     continued_kwargs,
@@ -199,6 +200,8 @@ __all__ = [
     "cache_of_module",
     "carried_state",
     "chunks_behind_a_cache",
+    "class_name",
+    "config_hash",
     "config_keys",
     "continued_kwargs",
     "continues_by_itself",
@@ -299,6 +302,7 @@ __all__ = [
     "text_part",
     "through_quantization",
     "token_streams",
+    "transformers_version",
     "vocabulary_size",
     "warn_once",
     "weights_place",

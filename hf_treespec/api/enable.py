@@ -14,6 +14,7 @@ from hf_treespec import _compat
 from hf_treespec.api.hooks import HOOKS
 from hf_treespec.api.mtp import forget_modules
 from hf_treespec.api.support import require_support, unwrap
+from hf_treespec.control import forget_texts
 from hf_treespec.draft import forget_tables
 from hf_treespec.stats import TreeStats
 
@@ -109,6 +110,7 @@ def disable(model: ModelT) -> ModelT:
     if isinstance(inner, PreTrainedModel):
         inner.__dict__.pop("treespec_stats", None)
         forget_tables(lambda model: model is inner)
+        forget_texts(lambda model: model is inner)
         forget_modules(lambda model: model is inner)
     return model
 
@@ -146,4 +148,5 @@ def uninstall() -> None:
         _INSTALLED.clear()
     # Those of models that were enabled one by one serve on.
     forget_tables(lambda model: not isinstance(model, TreeSpecMixin))
+    forget_texts(lambda model: not isinstance(model, TreeSpecMixin))
     forget_modules(lambda model: not isinstance(model, TreeSpecMixin))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import hf_treespec
+from hf_treespec.machine import cpu_name, hardware_of
 
 __all__ = ["describe_environment", "hardware_of"]
 
@@ -24,16 +24,11 @@ def describe_environment() -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: _version(name) for name in _PACKAGES},
         "platform": platform.platform(),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "threads": torch.get_num_threads(),
         "cuda": torch.version.cuda,
         "cuda_devices": cuda,
     }
-
-
-def hardware_of(device: torch.device) -> str:
-    """Name of the chip behind a device."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
 
 
 def _version(package: str) -> str | None:
@@ -41,14 +36,3 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _cpu_name() -> str:
-    # platform.processor() is empty or "x86_64" on Linux.
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()

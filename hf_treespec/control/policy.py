@@ -7,27 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from hf_treespec.control.estimates import CostCurve, GainCurve, size_ladder
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_treespec.control.acceptance import Acceptance, gains_by_depth
+from hf_treespec.control.costs import Costs, size_ladder
+from hf_treespec.control.estimates import GainCurve
+from hf_treespec.control.levels import FORGET, LevelPlan
 from hf_treespec.control.proposals import ProposalLog, predicted_tokens
 from hf_treespec.tree import NODES, Measure, TokenTree, TreeLimits
 
 __all__ = ["SizePolicy"]
 
-_TIMINGS = 2  # timings of the smallest and the largest size before a choice rests on them
-_TIMED_AGAIN = 256  # rounds after which all sizes are timed anew: the context grows, machines get busy
-_TRIAL_ROUNDS = 8  # whole trees before the size of a dear draft is first chosen, enough for the means to settle
-_PROBE_ROUNDS = 4  # whole trees that test whether a dear draft pays again
-_FIRST_PAUSE, _LONGEST_PAUSE = 16, 128  # rounds between such probes; doubles while whole trees do not pay
-_PROBE_SHARE = 0.05  # of the time, that probes may take more than plain rounds; beyond it they become rarer still
+_TRIED = 1.03  # times the best known rate that a size which was never timed must promise to be tried
+_SPREAD_DECAY = 0.9
 
 
 class SizePolicy:
     """Chooses the size of each round's trees.
 
-    A size is what the target reads for a tree, which is its nodes or, path by path, more (`tree.measure`).
-    A cheap draft proposes whole trees every round, and the policy cuts them to the size that pays, going by the
-    draft's confidence in this very tree and by how much such confidence was worth so far. A dear draft (a model) is
-    told the size beforehand, chosen by what trees of that size brought of late; probes of whole trees keep that known.
+    A size is what the target reads for a tree, which is its nodes or, path by path, more (`tree.measure`). Whatever
+    was proposed is cut to the size that pays, going by the draft's confidence in this very tree and by how much such
+    confidence was worth so far. A cheap draft proposes whole trees every round. A dear one (a model) is told
+    beforehand how deep to draft, which may be not at all, by what levels cost and how often they were right of late
+    (`LevelPlan`).
 
     Args:
         limits: the configured size.
@@ -37,6 +40,8 @@ class SizePolicy:
         batch: rows.
         barred: whether no tree can serve this call.
         measure: what a tree costs the target to read; sizes are counted so.
+        costs: what is known of costs; what rounds take is learnt into it.
+        context: tokens of the longest row.
     """
 
     def __init__(
@@ -49,6 +54,8 @@ class SizePolicy:
         batch: int,
         barred: bool = False,
         measure: Measure = NODES,
+        costs: Costs | None = None,
+        context: int = 0,
     ) -> None:
         limits = limits.capped(max_nodes=0) if barred else limits
         self._limits = limits
@@ -56,24 +63,40 @@ class SizePolicy:
         self._cheap = cheap
         self._measure = measure
         self._sizes = size_ladder(limits.max_nodes)
-        self.costs = CostCurve(self._sizes)
+        self._all_costs = Costs() if costs is None else costs
+        self.costs = self._all_costs.at(context)
         self.gains = GainCurve(self._sizes)
         rows = list(range(batch))
         self._groups = [rows] if in_step else [[row] for row in rows]
-        self._logs = [ProposalLog(self._sizes, self.gains, measure) for _ in self._groups]
-        self._rounds = 0  # since all sizes were timed
-        self._size = limits.max_nodes
-        self._whole = _TRIAL_ROUNDS
-        self._pause = self._until_probe = _FIRST_PAUSE
-        self._longest = _LONGEST_PAUSE
+        depth, ranks = max(1, min(limits.max_depth, limits.max_nodes)), limits.max_children
+        self.acceptance = Acceptance(depth, ranks, earlier=self._all_costs.acceptance)
+        self._all_costs.acceptance = self.acceptance
+        alone = len(self._groups) == 1
+        own = [self.acceptance if alone else Acceptance(depth, ranks, self.acceptance) for _ in self._groups]
+        self._tables = own
+        self._logs = [ProposalLog(self._sizes, self.gains, measure, table) for table in own]
+        self._plan = LevelPlan(limits, self._sizes)
+        self._told: tuple[int, NDArray[np.float64]] = (-1, np.zeros((1, 1)))  # version of the tables, gains by them
+        self._spread = 1.0  # what the target reads for a node
+        self._cuttable = False
+        self._drafting = 0.0
+        self._levels = 0
+        self._read_along = False  # whether the draft had read all but the latest tokens when it was asked
+        self._before: dict[int, int] = {}
         self.kept: list[list[int]] = []  # per row, which node of the proposed tree each node is that is scored
         self.plain = barred  # whether the latest round has no tree by choice
+        if self._active and not cheap:
+            self._settle()
 
     def limits(self) -> TreeLimits:
         """What the draft may propose this round."""
         if not self._active or self._cheap:
             return self._limits
-        return self._limits.capped(max_nodes=self._size)
+        nodes = self._plan.nodes
+        if self._cuttable:
+            # Room for a tree that turns out better than most; what does not pay is cut.
+            nodes = min(2 * nodes, self._limits.max_nodes)
+        return self._limits.capped(max_nodes=nodes, max_depth=self._plan.depth)
 
     def cut(
         self,
@@ -89,12 +112,15 @@ class SizePolicy:
             trees: one per batch row, as proposed within `limits()`.
             lengths: row -> text length with the root, of rows that have not ended.
             emitted: per batch row the tokens emitted so far.
-            drafting: seconds that a cheap draft took for them, whatever is scored of them.
+            drafting: seconds that the draft took for them, whatever is scored of them.
         """
         self.kept = [list(range(len(tree))) for tree in trees]
+        self._drafting, self._before = drafting, dict(lengths)
+        self._levels = max((trees[row].max_depth for row in lengths), default=0)
         if not self._active:
             return list(trees)
-        size = self._cut_size(trees, lengths, drafting) if self._cheap else self._size
+        self.costs = self._all_costs.at(max(lengths.values(), default=0))
+        size = self._cut_size(trees, lengths, drafting)
         self.plain = size == 0
         limit = self.limits().max_nodes
         for group, log in zip(self._groups, self._logs, strict=True):
@@ -115,20 +141,35 @@ class SizePolicy:
 
         Args:
             trees: those that the target scored, of rows that had not ended.
-            seconds: wall clock of the round, commit included; drafting too if the draft is dear.
+            seconds: wall clock of the round without drafting, commit included.
             texts: row -> tokens so far, of rows that have not ended.
         """
+        units = max(self._measure.units(tree) for tree in trees)
+        costs = self.costs
+        costs.target.add(units, seconds)
+        if self._levels and not self._cheap:
+            # The first tokens that a draft reads are a prompt, and after a pause all that came meanwhile.
+            if self._read_along:
+                costs.drafting.add(self._levels, self._drafting)
+            self._read_along = True
+        elif not self._cheap:
+            self._read_along = False
         if not self._active:
             return
-        self.costs.add(max(self._measure.units(tree) for tree in trees), seconds)
-        self._rounds += 1
-        if self._rounds >= _TIMED_AGAIN:
-            self._rounds = 0
-            self.costs.forget()
+        if nodes := max(tree.drafted for tree in trees):
+            self._spread += (1.0 - _SPREAD_DECAY) * (units / nodes - self._spread)
+        costs.count()
         for group, log in zip(self._groups, self._logs, strict=True):
             log.judge({row: texts[row] for row in group if row in texts})
         if not self._cheap:
-            self._plan()
+            self._cuttable = all(tree.scores is not None and not tree.sampled for tree in trees)
+            gained = [len(text) - self._before[row] for row, text in texts.items() if row in self._before]
+            self._plan.account(
+                seconds=seconds + self._drafting,
+                tokens=sum(gained) / len(gained) if gained else 1.0,
+                plain=costs.target.seconds([0])[0],
+            )
+            self._settle()
 
     def promise(self, trees: Sequence[TokenTree], rows: Collection[int]) -> tuple[float, float] | None:
         """Tokens a round that are to be expected of the size that pays most, and its seconds, without drafting.
@@ -140,16 +181,21 @@ class SizePolicy:
         Returns:
             None where no sizes are chosen, or while they are timed.
         """
-        if not self._active or self._rounds < 2 * _TIMINGS:
+        if not self._active or self.costs.due:
             return None
         means = self._means(trees, rows)
-        place = self._sizes.index(self._best(means))
-        return 1.0 + means[place], self.costs.seconds()[place]
+        place = self._best(means)
+        return 1.0 + means[place], self.costs.target.seconds(self._sizes)[place]
 
     def _cut_size(self, trees: Sequence[TokenTree], rows: Collection[int], drafting: float) -> int:
-        if self._rounds < 2 * _TIMINGS:
-            return self._sizes[0] if self._rounds % 2 else self._sizes[-1]
-        return self._best(self._means(trees, rows), drafting)
+        if self._cheap and self.costs.due:
+            return self._sizes[0] if self.costs.due % 2 else self._sizes[-1]
+        if not self._cheap and not self._plan.depth:
+            return 0
+        if not self._cheap and any(trees[row].scores is None or trees[row].sampled for row in rows):
+            return self._plan.nodes
+        means = self._means(trees, rows)
+        return self._sizes[self._hoped(means, drafting)]
 
     def _means(self, trees: Sequence[TokenTree], rows: Collection[int]) -> list[float]:
         """Accepted tokens to expect of each size, on average over the groups of rows."""
@@ -169,39 +215,37 @@ class SizePolicy:
         ]
 
     def _best(self, gains: Sequence[float], drafting: float = 0.0) -> int:
-        """Size with the most tokens a second; the smaller one of equals."""
+        """Place of the size with the most tokens a second; the smaller one of equals."""
         # A round takes the time of its draft at every size: the more of it, the more a tree must bring.
-        rates = [(1.0 + gain) / (drafting + cost) for gain, cost in zip(gains, self.costs.seconds(), strict=True)]
-        return self._sizes[rates.index(max(rates))]
+        seconds = self.costs.target.seconds(self._sizes)
+        rates = [(1.0 + gain) / (drafting + cost) for gain, cost in zip(gains, seconds, strict=True)]
+        return rates.index(max(rates))
 
-    def _plan(self) -> None:
+    def _hoped(self, gains: Sequence[float], drafting: float) -> int:
+        """As `_best`, or the place of a size that was never timed and may be better by far: it is timed by that."""
+        place, curve = self._best(gains, drafting), self.costs.target
+        seconds = curve.seconds(self._sizes)
+        known = _TRIED * (1.0 + gains[place]) / (drafting + seconds[place])
+        least = curve.at_least(self._sizes)
+        hoped = [
+            0.0 if curve.is_known(size) else (1.0 + gain) / (drafting + cost)
+            for size, gain, cost in zip(self._sizes, gains, least, strict=True)
+        ]
+        best = max(hoped)
+        return hoped.index(best) if best > known else place
+
+    def _settle(self) -> None:
         """Choose what a dear draft is asked for next."""
-        whole, before = self._sizes[-1], self._size
-        self._pace_probes()
-        self._whole = max(0, self._whole - 1)
-        if self._whole:
-            self._size = whole
+        if self.costs.due and self.costs.target.is_known(0):
+            # Of the two ends only plain rounds are not timed anyway.
+            self.costs.due = 0
+            self._plan.rest()
             return
-        means = [self.gains.mean(place) for place in range(len(self._sizes))]
-        # However much is accepted: what a draft costs may be more than that is worth.
-        self._size = 0 if self.costs.timings(0) < _TIMINGS else self._best(means)
-        if self._size == whole:
-            self._pause = self._until_probe = _FIRST_PAUSE
-            return
-        self._until_probe -= before != whole
-        if not self._until_probe:
-            self._pause = self._until_probe = min(2 * self._pause, self._longest)
-            if self._may_pay():
-                self._whole, self._size = _PROBE_ROUNDS, whole
-
-    def _pace_probes(self) -> None:
-        """Let the time of a probe be a small share of what lies between two."""
-        if self.costs.timings(0) and any(self.costs.timings(size) for size in self._sizes[1:]):
-            plain, *_, whole = self.costs.seconds()
-            self._longest = max(_LONGEST_PAUSE, round(_PROBE_ROUNDS * (whole / plain - 1) / _PROBE_SHARE))
-
-    def _may_pay(self) -> bool:
-        """Whether whole trees would pay if all of their depth were accepted."""
-        plain, *_, whole = self.costs.seconds()
-        deepest = min(self._limits.max_depth, self._limits.max_nodes)
-        return (1 + deepest) * plain > whole
+        version = sum(table.version for table in self._tables)
+        if version != self._told[0]:
+            gains = [gains_by_depth(table.table(), self._sizes) for table in self._tables]
+            self._told = version, sum(gains[1:], gains[0]) / len(gains)
+        reached = max(table.reached for table in self._tables)
+        if self._plan.choose(self._told[1], self.costs, reached=reached, spread=self._spread):
+            for table in self._tables:
+                table.fade(FORGET)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from math import exp
 
+from hf_treespec.control.acceptance import Acceptance
 from hf_treespec.control.estimates import GainCurve
 from hf_treespec.tree import NODES, Measure, TokenTree
 
@@ -52,9 +53,17 @@ class ProposalLog:
         sizes: the ladder.
         gains: learns of every judged tree.
         measure: how sizes are counted.
+        acceptance: likewise.
     """
 
-    def __init__(self, sizes: Sequence[int], gains: GainCurve, measure: Measure = NODES) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        gains: GainCurve,
+        measure: Measure = NODES,
+        acceptance: Acceptance | None = None,
+    ) -> None:
+        self._acceptance = acceptance
         self._sizes = sizes
         self._measure = measure
         self._gains = gains
@@ -89,6 +98,9 @@ class ProposalLog:
             if None in accepted:
                 return
             self._pending.popleft()
+            if self._acceptance is not None:
+                for text, length, tree in going:
+                    self._acceptance.add(tree, text[length:])
             if going:
                 predicted = [predicted_tokens(tree, self._sizes, self._measure) for _, _, tree in going]
                 self._learn(emitted, limit, scored, [row for row in accepted if row is not None], predicted)

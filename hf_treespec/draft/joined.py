@@ -11,7 +11,6 @@ is sure, there is little to add.
 
 from __future__ import annotations
 
-import time
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from statistics import median_low
 
 from torch import Tensor
 
+from hf_treespec import clock
 from hf_treespec.draft.base import Draft, DraftRow, FeatureDraft, Features
 from hf_treespec.draft.layers import BorrowingDraft, Lender
 from hf_treespec.draft.text import Predictor, TextDraft
@@ -97,10 +97,10 @@ class JoinedDraft:
         without = self._promised(alive)
         if not self._worth.asks(without):
             return self._trees
-        start = time.perf_counter()
+        start = clock.now()
         trees = self._costly.propose(rows, limits)
         self._proposed.trees = {row.index: tree for row, tree in zip(rows, trees, strict=True)}
-        seconds = time.perf_counter() - start
+        seconds = clock.now() - start
         self._trees = self._text.propose(rows, limits)
         self._worth.learn(without, self._promised(alive), seconds)
         return self._trees

@@ -29,6 +29,7 @@ from hf_treespec.engine.checks import (
     check_senses,
 )
 from hf_treespec.engine.choice import Choice, make_draft
+from hf_treespec.engine.costs import known_costs
 from hf_treespec.engine.features import FeatureTaps, tapped
 from hf_treespec.engine.forward import TargetForward
 from hf_treespec.engine.guidance import Guidance
@@ -247,6 +248,8 @@ def _decode(
         batch=batch,
         barred=barred,
         measure=forward.measure,
+        costs=known_costs(request, draft.name),
+        context=max(prompt.real_tokens),
     )
     if isinstance(draft, WeighingDraft):
         draft.promise = policy.promise

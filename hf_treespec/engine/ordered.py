@@ -12,7 +12,6 @@ vocabulary.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_treespec import _compat
+from hf_treespec import _compat, clock
 from hf_treespec.cache import OrderBoundRows, Read
 from hf_treespec.engine.features import Places
 from hf_treespec.engine.forward import all_logits, continued_kinds
@@ -126,7 +125,7 @@ class OrderedForward:
             sources: per row of the forward its batch row.
             last_only: whether the model may leave out the logits of all tokens but the last of each row.
         """
-        start = time.perf_counter()
+        start = clock.now()
         rows = self._rows
         device = _compat.input_device(self._model, self._prompt.last_positions.device)
         width, batch = tokens_PQ.shape[1], len(rows.lengths)
@@ -151,7 +150,7 @@ class OrderedForward:
         outputs = self._model(**prepared, return_dict=True)
         rows.carried.update(_compat.carried_state(self._model, outputs))
         logits = all_logits(outputs, 1 if last_only else width)
-        self.stems.add(tokens_PQ.numel(), time.perf_counter() - start)
+        self.stems.add(tokens_PQ.numel(), clock.now() - start)
         return logits
 
 

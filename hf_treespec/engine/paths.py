@@ -10,7 +10,6 @@ Shapes: B rows, N nodes with the root, P paths of all rows, T tokens of the long
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_treespec import _compat
+from hf_treespec import _compat, clock
 from hf_treespec.attention import learned_position_limit
 from hf_treespec.cache import PathCache
 from hf_treespec.engine.features import Places
@@ -189,7 +188,7 @@ class PathForward:
             ahead: per batch row, how many positions its root lies behind the last prompt token.
             read: tokens of each path that the cache holds by now, uncommitted.
         """
-        start = time.perf_counter()
+        start = clock.now()
         device = _compat.input_device(self._model, self._prompt.last_positions.device)
         width, batch = tokens_PQ.shape[1], len(ahead)
         own: dict[str, Any] = {"attention_mask": self._cache.mask(read + width, self._prompt.mask_BP, device)}
@@ -208,7 +207,7 @@ class PathForward:
         inputs[self._cache_kwarg] = self._cache.cache
         prepared = _compat.prepare_inputs(self._model, tokens_PQ.to(device), **inputs)
         logits = all_logits(self._model(**prepared, return_dict=True), width)
-        self.stems.add(tokens_PQ.numel(), time.perf_counter() - start)
+        self.stems.add(tokens_PQ.numel(), clock.now() - start)
         return logits
 
 

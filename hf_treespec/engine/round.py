@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Protocol
 
 from torch import Tensor
 
+from hf_treespec import clock
 from hf_treespec.cache import CacheTransaction, OrderBoundRows, OrderBoundTransaction, RowCache
 from hf_treespec.control import SizePolicy
 from hf_treespec.draft import CreditedDraft, Draft, FeatureDraft
@@ -112,7 +112,7 @@ class RoundRunner:
         limits = self._policy.limits()
         active = [row for row, done in enumerate(self._text.finished) if not done]
         rows = list(range(len(self._text.finished))) if self._in_step else active
-        start = time.perf_counter()
+        start = clock.now()
         every = range(len(self._text.finished))
         if self._in_step:
             # An ended row follows with padding, as deep as the others: its positions bound them too.
@@ -121,9 +121,9 @@ class RoundRunner:
         wanted = [self._row_limits(row, limits, drafts=self._drafts(row)) for row in every]
         trees = self._draft.propose(self._text.draft_rows, wanted)
         lengths = {row: len(self._text.draft_rows[row].tokens) for row in active}
-        proposed_by = time.perf_counter()
+        proposed_by = clock.now()
         trees = self._policy.cut(trees, lengths, self._text.new_lengths, drafting=proposed_by - start)
-        self._stats.draft_seconds += time.perf_counter() - start
+        self._stats.draft_seconds += clock.now() - start
         if self._in_step:
             depth = max(tree.max_depth for tree in trees)
             trees = [self._padding(row, depth) if not self._drafts(row) else tree for row, tree in enumerate(trees)]
@@ -149,8 +149,8 @@ class RoundRunner:
         self._stats.fallback_rounds += self._policy.plain
         self._policy.observe(
             trees=[trees[row] for row in active],
-            # What a cheap draft takes does not hang on the size: `cut` adds it to the cost of each.
-            seconds=time.perf_counter() - (proposed_by if self._draft.cheap else start),
+            # What drafting takes does not hang on the size that is scored: `cut` adds it to the cost of each.
+            seconds=clock.now() - proposed_by,
             texts={row: self._text.draft_rows[row].tokens for row in active if not self._text.finished[row]},
         )
 
@@ -231,12 +231,12 @@ class RoundRunner:
             stack.enter_context(transaction)
             if guidance is not None:
                 stack.enter_context(guidance.transaction())
-            start = time.perf_counter()
+            start = clock.now()
             with nullcontext() if self._taps is None else self._taps.watched():
                 logits = self._forward(trees, ahead)
             if guidance is not None:
                 guidance.read(trees, ahead)
-            walked = time.perf_counter()
+            walked = clock.now()
             choices = None
             device = self._text.device
             # Rounds without trees too: a row's numbers must not depend on whether its neighbours have one.
@@ -264,7 +264,7 @@ class RoundRunner:
             slots = self._forward.slots(paths)
             if self._states is not None and isinstance(self._cache, RowCache):
                 self._states.keep(slots, self._cache)
-            verified = time.perf_counter()
+            verified = clock.now()
             transaction.commit(slots)
             if guidance is not None:
                 guidance.commit(paths)
@@ -278,7 +278,7 @@ class RoundRunner:
                 self._noise.forget(row, self._text.position(row))
         stats.target_seconds += walked - start
         stats.verify_seconds += verified - walked
-        stats.commit_seconds += time.perf_counter() - verified
+        stats.commit_seconds += clock.now() - verified
         return paths
 
     def _follow(

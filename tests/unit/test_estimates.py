@@ -1,4 +1,4 @@
-"""What the size policy knows: costs, gains, and how trees that were never scored are judged."""
+"""What the size policy knows of gains, and how trees that were never scored are judged."""
 
 from __future__ import annotations
 
@@ -6,56 +6,23 @@ from math import log
 
 import pytest
 
-from hf_treespec.control.estimates import CostCurve, GainCurve, size_ladder
+from hf_treespec.control.estimates import GainCurve
 from hf_treespec.control.proposals import ProposalLog, predicted_tokens
 from hf_treespec.tree import TokenTree
 
 SIZES = (0, 1, 2, 4, 8)
 
 
-def test_the_ladder_has_fine_steps_first_and_ends_with_the_size_itself() -> None:
-    assert size_ladder(0) == (0,)
-    assert size_ladder(1) == (0, 1)
-    assert size_ladder(16) == (0, 1, 2, 3, 4, 6, 8, 12, 16)
-    assert size_ladder(21) == (0, 1, 2, 3, 4, 6, 8, 12, 16, 21)
-
-
-def test_costs_are_lower_medians_of_the_latest_timings_interpolated_between_sizes() -> None:
-    costs = CostCurve(SIZES)
-    prior = costs.seconds()
-    assert prior[0] == 1.0 and prior == sorted(prior) and prior[-1] < 1.5
-    for seconds in (9.0, 2.0):  # the warm-up does not count
-        costs.add(0, seconds)
-    assert costs.seconds() == pytest.approx([2.0 * base for base in prior])
-    for seconds in (6.0, 6.0, 50.0):
-        costs.add(7, seconds)  # a tree of seven nodes counts as one of eight
-    known = costs.seconds()
-    assert known[0] == 2.0 and known[-1] == pytest.approx(6.0)
-    ratio = [seconds / base for seconds, base in zip(known, prior, strict=True)]
-    assert ratio[2] == pytest.approx(ratio[0] + (ratio[-1] - ratio[0]) * 2 / 8)
-    for _ in range(3):
-        costs.add(8, 3.0)
-    assert costs.seconds()[-1] == 3.0 and costs.timings(8) == 4
-    costs.add(4, 1.0)
-    assert costs.seconds()[3] == 1.0
-    costs.forget()
-    assert costs.seconds() == prior and costs.timings(8) == 0
-
-
-def test_gains_are_means_that_forget_and_correct_the_draft() -> None:
+def test_gains_correct_the_draft_and_forget() -> None:
     gains = GainCurve(SIZES)
-    assert gains.mean(2) == 0.0 and gains.expected(2, 1.5) == 1.5
+    assert gains.expected(2, 1.5) == 1.5
     for _ in range(80):
         gains.add(2, 3, 1.0)
-    assert gains.mean(2) == pytest.approx(3.0)
     # Three times too modest, but for the start from trust.
     assert 2.5 < gains.expected(2, 1.0) < 3.0 and gains.expected(2, 2.0) == 2 * gains.expected(2, 1.0)
-    gains.add(2, 0, 1.0)
-    assert gains.mean(2) == pytest.approx(2.7, abs=0.01)
     for _ in range(80):
         gains.add(2, 0, 1.0)
-    assert gains.mean(2) < 0.01 and gains.expected(2, 1.0) < 0.15
-    assert gains.mean(3) == 0.0
+    assert gains.expected(2, 1.0) < 0.15 and gains.expected(3, 1.0) == 1.0
 
 
 def tree() -> TokenTree:

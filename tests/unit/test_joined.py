@@ -33,9 +33,6 @@ class Fixed(Predictor):
 class Clock:
     now = 0.0
 
-    def perf_counter(self) -> float:
-        return self.now
-
 
 class Costly(Draft):
     """Proposes one tree below any root, and takes its time."""
@@ -68,7 +65,7 @@ class Costly(Draft):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("hf_treespec.draft.joined.time", clock)
+    monkeypatch.setattr("hf_treespec.clock.now", lambda: clock.now)
     return clock
 
 
