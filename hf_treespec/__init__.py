@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_treespec.api.auto import AutoTreeSpecModelForCausalLM
+    from hf_treespec.api.calibrate import calibrate
+    from hf_treespec.api.calibration import Calibration
     from hf_treespec.api.enable import disable, enable, install, uninstall
     from hf_treespec.api.layer_search import LayerSkip, find_layer_skip
     from hf_treespec.api.support import Support, is_supported
@@ -26,6 +28,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AutoTreeSpecModelForCausalLM",
+    "Calibration",
     "LayerSkip",
     "Support",
     "TreeCache",
@@ -37,6 +40,7 @@ __all__ = [
     "UnsupportedCallError",
     "UnsupportedModelError",
     "__version__",
+    "calibrate",
     "disable",
     "enable",
     "find_layer_skip",
@@ -50,6 +54,7 @@ __all__ = [
 # Loaded on first use: importing transformers takes seconds, which `treespec --help` and a TreeConfig can do without.
 _HOMES = {
     "AutoTreeSpecModelForCausalLM": "api",
+    "Calibration": "api",
     "LayerSkip": "api",
     "Support": "api",
     "TreeCache": "cache",
@@ -60,6 +65,7 @@ _HOMES = {
     "TreeStats": "stats",
     "UnsupportedCallError": "errors",
     "UnsupportedModelError": "errors",
+    "calibrate": "api",
     "disable": "api",
     "enable": "api",
     "find_layer_skip": "api",

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from hf_treespec.cli.bench import bench
+from hf_treespec.cli.calibrate import calibrate
 from hf_treespec.cli.doctor import doctor
 from hf_treespec.cli.env import env
 from hf_treespec.cli.generate import generate
@@ -43,5 +44,5 @@ def _root(
     """Options of `treespec` itself."""
 
 
-for _command in (generate, bench, index, skips, train, doctor, env):
+for _command in (generate, bench, calibrate, index, skips, train, doctor, env):
     app.command()(_command)

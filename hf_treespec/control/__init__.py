@@ -1,8 +1,9 @@
 """Deciding sizes: measured cost, measured gain, plain decoding where no tree pays."""
 
-from hf_treespec.control.costs import CostKey, Costs, costs_of, forget_texts
+from hf_treespec.control.acceptance import gains_by_depth
+from hf_treespec.control.costs import CostKey, Costs, costs_of, forget_texts, interpolated
 from hf_treespec.control.policy import SizePolicy
-from hf_treespec.control.store import Measured, Setting, find_measured, keep_measured
+from hf_treespec.control.store import Measured, Setting, cache_folder, find_measured, keep_measured
 
 __all__ = [
     "CostKey",
@@ -10,8 +11,11 @@ __all__ = [
     "Measured",
     "Setting",
     "SizePolicy",
+    "cache_folder",
     "costs_of",
     "find_measured",
     "forget_texts",
+    "gains_by_depth",
+    "interpolated",
     "keep_measured",
 ]

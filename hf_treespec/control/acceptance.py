@@ -66,6 +66,9 @@ class Acceptance:
             known = earlier.pooled()[:ranks]
             self._start_J[: len(known)] += known
             self._start_J[: len(known)] /= 2.0
+        # Of all that was seen, without decay.
+        self.samples_DJ: NDArray[np.float64] = np.zeros(self.shape)
+        self.hits_DJ: NDArray[np.float64] = np.zeros(self.shape)
         self.version = 0
         # Depth of the deepest node that was reached and had children.
         self.reached = 0
@@ -91,7 +94,6 @@ class Acceptance:
             if children:
                 factors[depth] = _DECAY
                 self.reached = max(self.reached, depth + 1)
-                seen[depth] = _ABSENT
             for rank, child in enumerate(children):
                 seen[depth, rank] = 1.0
                 hit = float(tree.tokens[child] == token) if labels is None else labels.get(child, 0.0)
@@ -100,6 +102,10 @@ class Acceptance:
             if found is None:
                 break
             node = found
+        self.samples_DJ += seen
+        self.hits_DJ += right
+        seen[factors[:, 0] == _DECAY] += _ABSENT
+        np.minimum(seen, 1.0, out=seen)
         self._seen_DJ = factors * self._seen_DJ + seen
         self._right_DJ = factors * self._right_DJ + right
 

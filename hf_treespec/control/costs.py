@@ -9,7 +9,17 @@ from typing import Any, NamedTuple
 
 from hf_treespec.control.acceptance import Acceptance
 
-__all__ = ["CostCurve", "CostKey", "Costs", "RoundCosts", "costs_of", "forget_texts", "rung", "size_ladder"]
+__all__ = [
+    "CostCurve",
+    "CostKey",
+    "Costs",
+    "RoundCosts",
+    "costs_of",
+    "forget_texts",
+    "interpolated",
+    "rung",
+    "size_ladder",
+]
 
 _WEIGHT = 0.25  # of a new timing in the average
 _CLAMP = 2.0  # a single timing counts as at most so many times the average: pauses of the machine are no cost
@@ -138,6 +148,15 @@ class CostCurve:
 
 def _ratios(known: Mapping[int, float], shape: Callable[[int], float]) -> list[tuple[int, float]]:
     return [(size, known[size] / shape(size)) for size in sorted(known) if shape(size) > 0.0]
+
+
+def interpolated(known: Mapping[int, float], size: int) -> float:
+    """Seconds of a size by those of others: piecewise linear, along a line behind the last."""
+    points = sorted(known.items())
+    if size > points[-1][0] and len(points) > 1:
+        (low, below), (high, above) = points[-2:]
+        return above + (above - below) * (size - high) / (high - low)
+    return _interpolate(points, size)
 
 
 def _interpolate(known: Sequence[tuple[int, float]], size: int) -> float:

@@ -42,6 +42,8 @@ class SizePolicy:
         measure: what a tree costs the target to read; sizes are counted so.
         costs: what is known of costs; what rounds take is learnt into it.
         context: tokens of the longest row.
+        learns: whether to judge trees though nothing is chosen.
+        draft: what drafts, by the name that its costs are kept under.
     """
 
     def __init__(
@@ -56,10 +58,14 @@ class SizePolicy:
         measure: Measure = NODES,
         costs: Costs | None = None,
         context: int = 0,
+        learns: bool = False,
+        draft: str = "",
     ) -> None:
         limits = limits.capped(max_nodes=0) if barred else limits
         self._limits = limits
         self._active = fallback == "auto" and limits.max_nodes > 0
+        self._learns = self._active or learns
+        self.draft = draft
         self._cheap = cheap
         self._measure = measure
         self._sizes = size_ladder(limits.max_nodes)
@@ -117,18 +123,20 @@ class SizePolicy:
         self.kept = [list(range(len(tree))) for tree in trees]
         self._drafting, self._before = drafting, dict(lengths)
         self._levels = max((trees[row].max_depth for row in lengths), default=0)
-        if not self._active:
-            return list(trees)
         self.costs = self._all_costs.at(max(lengths.values(), default=0))
-        size = self._cut_size(trees, lengths, drafting)
-        self.plain = size == 0
-        limit = self.limits().max_nodes
+        if not self._active:
+            size, limit = self._sizes[-1], self._sizes[-1]
+        else:
+            size, limit = self._cut_size(trees, lengths, drafting), self.limits().max_nodes
+            self.plain = size == 0
+        if not self._learns:
+            return list(trees)
         for group, log in zip(self._groups, self._logs, strict=True):
             proposals = {row: (lengths[row], trees[row]) for row in group if row in lengths}
             if proposals:
                 log.add(emitted[next(iter(proposals))], limit, proposals, scored=size > 0)
         out = list(trees)
-        for row, tree in enumerate(trees):
+        for row, tree in enumerate(trees if self._active else ()):
             # What was drawn at random is never dropped.
             if not tree.sampled:
                 (nodes,) = self._measure.kept(tree, [size])
@@ -154,14 +162,14 @@ class SizePolicy:
             self._read_along = True
         elif not self._cheap:
             self._read_along = False
-        if not self._active:
+        if not self._learns:
             return
         if nodes := max(tree.drafted for tree in trees):
             self._spread += (1.0 - _SPREAD_DECAY) * (units / nodes - self._spread)
         costs.count()
         for group, log in zip(self._groups, self._logs, strict=True):
             log.judge({row: texts[row] for row in group if row in texts})
-        if not self._cheap:
+        if self._active and not self._cheap:
             self._cuttable = all(tree.scores is not None and not tree.sampled for tree in trees)
             gained = [len(text) - self._before[row] for row, text in texts.items() if row in self._before]
             self._plan.account(

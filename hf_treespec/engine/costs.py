@@ -14,20 +14,17 @@ from hf_treespec.machine import hardware_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from hf_treespec.draft import DraftHead
-
 __all__ = ["draft_name", "known_costs", "setting_of"]
 
 
-def known_costs(request: Request, draft: str) -> Costs:
+def known_costs(request: Request, named: str) -> Costs:
     """What `treespec calibrate` and earlier calls found out of the target, and of the same draft.
 
     Args:
         request: the call.
-        draft: name of the draft source.
+        named: the draft, see `draft_name`.
     """
     target, device = request.target, request.input_ids.device
-    named = draft_name(draft, request.assistant_model if request.head is None else request.head, request.skipped)
     rows, route = int(request.input_ids.shape[0]), request.route.value
     key = CostKey(
         batch=_rounded(rows),
@@ -65,17 +62,17 @@ def setting_of(target: PreTrainedModel, route: str, device: torch.device) -> Set
     )
 
 
-def draft_name(name: str, own: PreTrainedModel | DraftHead | None, skipped: tuple[int, ...] = ()) -> str:
+def draft_name(name: str, request: Request) -> str:
     """What tells drafts of one name apart.
 
     Args:
         name: of the source.
-        own: the model or head behind it.
-        skipped: layers of the target that it leaves out.
+        request: the call.
     """
+    own = request.assistant_model if request.head is None else request.head
     if own is not None:
         return f"{name} {_compat.class_name(own)} {_count(own)}"
-    return f"{name} without {','.join(map(str, skipped))}" if skipped else name
+    return f"{name} without {','.join(map(str, request.skipped))}" if request.skipped else name
 
 
 def _count(module: torch.nn.Module) -> int:

@@ -29,7 +29,7 @@ from hf_treespec.engine.checks import (
     check_senses,
 )
 from hf_treespec.engine.choice import Choice, make_draft
-from hf_treespec.engine.costs import known_costs
+from hf_treespec.engine.costs import draft_name, known_costs
 from hf_treespec.engine.features import FeatureTaps, tapped
 from hf_treespec.engine.forward import TargetForward
 from hf_treespec.engine.guidance import Guidance
@@ -42,6 +42,7 @@ from hf_treespec.engine.round import RoundRunner
 from hf_treespec.engine.state import GrowingText, StopRules
 from hf_treespec.engine.synced import in_lockstep, refused_together
 from hf_treespec.engine.target import cache_of, make_target, positions_of
+from hf_treespec.engine.trial import current_trial
 from hf_treespec.errors import UnsupportedCallError
 from hf_treespec.routes import Route
 from hf_treespec.stats import TreeStats
@@ -213,7 +214,9 @@ def _decode(
     vocab = int(last_logits.shape[-1])
     choice = Choice.of(request, NodeScorer(processors, batch), vocab, prompt.known_tokens)
     choice.show(text.draft_rows)
-    draft = make_draft(request, vocab, choice.sampler)
+    trial = current_trial()
+    given = None if trial is None else trial.source
+    draft = make_draft(request, vocab, choice.sampler) if given is None else given
     if request.rule is not None:
         stats.verification, stats.lossless = request.rule.name, request.rule.lossless
     stats.draft = draft.name
@@ -240,6 +243,7 @@ def _decode(
     last_positions, position_limit = positions_of(model, request.route, prompt)
     if guidance is not None:
         last_positions = [max(pair) for pair in zip(last_positions, guidance.last_positions, strict=True)]
+    named = draft_name(draft.name, request)
     policy = SizePolicy(
         request.limits,
         fallback=config.fallback,
@@ -248,9 +252,13 @@ def _decode(
         batch=batch,
         barred=barred,
         measure=forward.measure,
-        costs=known_costs(request, draft.name),
+        costs=known_costs(request, named),
+        draft=named,
         context=max(prompt.real_tokens),
+        learns=trial is not None,
     )
+    if trial is not None:
+        trial.policies.append(policy)
     if isinstance(draft, WeighingDraft):
         draft.promise = policy.promise
     runner = RoundRunner(

@@ -43,6 +43,9 @@ SURFACE = {
     "bench": LOADING
     | {"--set", "--draft-model", "--config", "--limit", "--max-new-tokens", "--repeats", "--temperature"}
     | {"--warmup", "--seed", "--chat", "--raw", "--csv", "--plot", "--json"},
+    "calibrate": LOADING
+    | {"--out", "--draft-model", "--set", "--config", "--limit", "--max-nodes", "--context", "--batch", "--repeats"}
+    | {"--max-new-tokens", "--temperature", "--chat", "--raw", "--json"},
     "index": {"--out", "--field", "--max-match", "--json"},
     "skips": LOADING
     | {"--set", "--out", "--limit", "--trials", "--max-new-tokens", "--max-nodes", "--max-depth", "--seed"}
@@ -68,6 +71,7 @@ SURFACE = {
 ARGUMENTS = {
     "generate": ["MODEL"],
     "bench": ["MODEL"],
+    "calibrate": ["MODEL"],
     "index": ["MODEL", "FILES"],
     "skips": ["MODEL"],
     "train": ["MODEL"],

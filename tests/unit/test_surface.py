@@ -14,6 +14,7 @@ from hf_treespec import TreeConfig, TreeStats
 def test_public_names() -> None:
     assert sorted(hf_treespec.__all__) == [
         "AutoTreeSpecModelForCausalLM",
+        "Calibration",
         "LayerSkip",
         "Support",
         "TreeCache",
@@ -25,6 +26,7 @@ def test_public_names() -> None:
         "UnsupportedCallError",
         "UnsupportedModelError",
         "__version__",
+        "calibrate",
         "disable",
         "enable",
         "find_layer_skip",
