@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import yaml
 
 from hf_treespec.errors import TreeConfigError, warn
-from hf_treespec.options import FrozenDict, Option, checked_ids, checked_options, did_you_mean
+from hf_treespec.options import DEPTH_OPTIONS, FrozenDict, Option, checked_ids, checked_options, did_you_mean
 from hf_treespec.rules import COUPLED, RULES
 from hf_treespec.tree import GROWTH_POLICIES, TreeLimits
 
@@ -32,6 +32,7 @@ _JOINABLE = (*_COSTLY, *SOURCES)
 _DRAFTS = ("auto", *_JOINABLE)
 _CHOICES: dict[str, tuple[str, ...]] = {
     "growth": GROWTH_POLICIES,
+    "depth_control": tuple(DEPTH_OPTIONS),
     "verification": (COUPLED, *RULES),
     "kv_cache": ("auto", "dense", "int8", "fp8"),
     "attention": ("auto", "sdpa", "eager"),
@@ -99,8 +100,9 @@ class TreeConfig:
             that every tree must equal.
         max_depth: edges from the root to the deepest leaf. A round emits at most `max_depth + 1` tokens.
         max_children: children of one node.
-        growth: ``"best_first"`` keeps the nodes most likely to be accepted, ``"static"`` fills one fixed shape by
-            rank, ``"dynamic"`` expands a few nodes a level and re-ranks at the end (EAGLE-2).
+        growth: ``"best_first"`` keeps the nodes most likely to be accepted, ``"static"`` fills a shape by rank, the
+            best by measured acceptance (with ``fallback="off"`` by a prior), ``"dynamic"`` expands a few nodes a level
+            and re-ranks at the end (EAGLE-2).
         verification: how sampled tokens are verified; greedy decoding is the same for all. ``"coupled"``: one Gumbel
             noise per position shared by draft and target, so that the text is that of plain decoding with the same
             seed. The other rules of `hf_treespec.rules.RULES` draw and test independently: the text follows the
@@ -134,6 +136,11 @@ class TreeConfig:
             ``lookahead``: `window`, columns guessed ahead (3), `ngram`, tokens of an n-gram (3), and `candidates`,
             n-grams kept of each first token (8); the window takes `window * (ngram - 1)` nodes, at most half of
             `max_nodes`.
+        depth_control: how deep drafts go: ``"cost"``, while a level's gain pays for its measured time; ``"pid"``, to
+            hold the share of accepted levels; ``"confidence"``, while the best path is confident; ``"kl"``, by the
+            divergence of draft and target of late. See docs/sizes.md.
+        depth_options: options by controller. ``pid``: `setpoint` (0.6), `kp` (4), `ki` (0.5), `kd` (0) and
+            `window`, in rounds (8). ``confidence``: `threshold` (0.3). ``kl``: `threshold` (0.1) and `decay` (0.8).
 
     Raises:
         TreeConfigError: if a field has a value that cannot work.
@@ -152,10 +159,14 @@ class TreeConfig:
     fallback: str = "auto"
     on_stateful_processor: str = "in_step"
     draft_options: Mapping[str, Mapping[str, Any]] = field(default_factory=FrozenDict)
+    depth_control: str = "cost"
+    depth_options: Mapping[str, Mapping[str, Any]] = field(default_factory=FrozenDict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "draft", _checked_draft(self.draft))
         object.__setattr__(self, "draft_options", checked_options(self.draft_options, _OPTIONS))
+        depth = checked_options(self.depth_options, DEPTH_OPTIONS, "depth_options", "controller")
+        object.__setattr__(self, "depth_options", depth)
         model = self.options_of("model")
         if model["vocabulary"] is None and model["vocabulary_size"] is not None:
             raise TreeConfigError(
@@ -213,6 +224,12 @@ class TreeConfig:
         return {**defaults, **self.draft_options.get(source, {})}
 
     @property
+    def depth_settings(self) -> dict[str, Any]:
+        """All options of the depth controller, with defaults for those that are not set."""
+        defaults = {name: default for name, (default, _) in DEPTH_OPTIONS[self.depth_control].items()}
+        return {**defaults, **self.depth_options.get(self.depth_control, {})}
+
+    @property
     def limits(self) -> TreeLimits:
         """The size budget as one value."""
         return TreeLimits(max_nodes=self.max_nodes, max_depth=self.max_depth, max_children=self.max_children)
@@ -224,10 +241,11 @@ class TreeConfig:
     def to_dict(self) -> dict[str, Any]:
         """All fields and the schema version."""
         data = {"schema_version": SCHEMA_VERSION, **asdict(self)}
-        data["draft_options"] = {
-            source: {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
-            for source, options in self.draft_options.items()
-        }
+        for name in ("draft_options", "depth_options"):
+            data[name] = {
+                source: {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+                for source, options in getattr(self, name).items()
+            }
         return data
 
     @classmethod

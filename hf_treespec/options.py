@@ -9,11 +9,25 @@ from typing import Any, NoReturn
 
 from hf_treespec.errors import TreeConfigError
 
-__all__ = ["FrozenDict", "Option", "checked_ids", "checked_options", "did_you_mean", "frequent_first"]
+__all__ = ["DEPTH_OPTIONS", "FrozenDict", "Option", "checked_ids", "checked_options", "did_you_mean", "frequent_first"]
 
-# Default of an option and what is expected: an integer in a range, a bool, the path of a file, a list of layer
-# numbers, or whatever a function makes of it, which is given what a message calls the option, and its value.
-Option = tuple[Any, tuple[int, int] | type | Callable[[str, Any], Any]]
+# Default of an option and what is expected: an integer or a number in a range, a bool, the path of a file, a list of
+# layer numbers, or whatever a function makes of it, which is given what a message calls the option, and its value.
+Option = tuple[Any, tuple[int, int] | tuple[float, float] | type | Callable[[str, Any], Any]]
+
+# Of `TreeConfig.depth_options`, by the name of the controller; see `hf_treespec.control.depth`.
+DEPTH_OPTIONS: dict[str, dict[str, Option]] = {
+    "cost": {},
+    "pid": {
+        "setpoint": (0.6, (0.0, 1.0)),
+        "kp": (4.0, (0.0, 1e3)),
+        "ki": (0.5, (0.0, 1e3)),
+        "kd": (0.0, (0.0, 1e3)),
+        "window": (8, (1, 4096)),
+    },
+    "confidence": {"threshold": (0.3, (0.0, 1.0))},
+    "kl": {"threshold": (0.1, (0.0, 1.0)), "decay": (0.8, (0.0, 1.0))},
+}
 
 
 class FrozenDict(dict[str, Any]):
@@ -35,30 +49,35 @@ def did_you_mean(name: Any, known: Any) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def checked_options(value: Any, known: Mapping[str, Mapping[str, Option]]) -> FrozenDict:
+def checked_options(
+    value: Any, known: Mapping[str, Mapping[str, Option]], field: str = "draft_options", of: str = "source"
+) -> FrozenDict:
     """The options by source, with paths as strings.
 
     Args:
         value: what a caller gave.
         known: options of each source.
+        field: of the config.
+        of: what a message calls a source.
 
     Raises:
         TreeConfigError: naming the source and the option.
     """
-    where = "TreeConfig(draft_options="
+    where = f"TreeConfig({field}="
     if isinstance(value, FrozenDict):
         # From another config: `replace` need not read long lists of ids anew.
         return value
     if not isinstance(value, Mapping):
+        example = "recycle" if "recycle" in known else "pid"
         raise TreeConfigError(
-            f"{where}{value!r}): expected a mapping of source to options, such as {{'recycle': {{...}}}}"
+            f"{where}{value!r}): expected a mapping of {of} to options, such as {{{example!r}: {{...}}}}"
         )
     checked = {}
     for source, options in value.items():
         own = known.get(source) if isinstance(source, str) else None
         if own is None:
             raise TreeConfigError(
-                f"{where}...): source {source!r}: expected one of {', '.join(map(repr, known))}"
+                f"{where}...): {of} {source!r}: expected one of {', '.join(map(repr, known))}"
                 + did_you_mean(source, known)
             )
         if not isinstance(options, Mapping):
@@ -94,8 +113,10 @@ def _checked(where: str, value: Any, expected: Any) -> Any:
         return _checked_layers(where, value)
     if not isinstance(expected, tuple):
         return expected(where, value)
-    if isinstance(value, bool) or not isinstance(value, int) or not expected[0] <= value <= expected[1]:
-        raise TreeConfigError(f"{where}={value!r}: expected an integer in [{expected[0]}, {expected[1]}]")
+    kinds = (int,) if isinstance(expected[0], int) else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not expected[0] <= value <= expected[1]:
+        number = "an integer" if kinds == (int,) else "a number"
+        raise TreeConfigError(f"{where}={value!r}: expected {number} in [{expected[0]}, {expected[1]}]")
     return value
 
 

@@ -125,6 +125,7 @@ def _calibrate(
     inputs = [] if tokenizer is None else encode_sets(tokenizer, prompts, chat)
     model = load_model(name, "MODEL", options)
     draft = load_drafter(draft_name, options) if draft_name else None
+    pad: dict[str, Any] = {} if tokenizer is None else pad_arguments(tokenizer)
     steps = len(measure["contexts"]) * len(measure["batches"]) + len(inputs)
     with progress_bar(steps, "calibrate") as bar:
 
@@ -141,7 +142,7 @@ def _calibrate(
                 report=report,
                 **measure,
                 **sampling,
-                **({} if tokenizer is None else pad_arguments(tokenizer)),
+                **pad,
             )
         except TreeConfigError as error:
             raise UsageFault(_option_of(str(error)), one_line(error)) from error

@@ -10,12 +10,13 @@ Shapes: D depths, J ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_treespec.tree import TokenTree, rank_acceptance
+from hf_treespec.control.samples import Sample
+from hf_treespec.tree import rank_acceptance
 
 __all__ = ["Acceptance", "falling", "gains_by_depth"]
 
@@ -73,40 +74,30 @@ class Acceptance:
         # Depth of the deepest node that was reached and had children.
         self.reached = 0
 
-    def add(self, tree: TokenTree, ahead: Sequence[int], labels: Mapping[int, float] | None = None) -> None:
-        """Take in a tree and the tokens that followed its root.
+    def add(self, samples: Iterable[Sample]) -> None:
+        """Take in a judged tree.
 
         Args:
-            tree: with children in the order of their ranks.
-            ahead: tokens, as many as are known.
-            labels: per node the probability that it is taken, given that its parent is and before any coin; None
-                where there are no coins.
+            samples: of its nodes; none for a tree that had no nodes.
         """
-        if not tree.drafted:
+        samples = list(samples)
+        if not samples:
             return
         if self._shared is not None:
-            self._shared.add(tree, ahead, labels)
+            self._shared.add(samples)
         self.version += 1
-        node, factors = 0, np.full((self.shape[0], 1), _FADE)
         seen, right = np.zeros(self.shape), np.zeros(self.shape)
-        for depth, token in enumerate(ahead[: self.shape[0]]):
-            children = tree.children(node)[: self.shape[1]]
-            if children:
-                factors[depth] = _DECAY
-                self.reached = max(self.reached, depth + 1)
-            for rank, child in enumerate(children):
-                seen[depth, rank] = 1.0
-                hit = float(tree.tokens[child] == token) if labels is None else labels.get(child, 0.0)
-                right[depth, rank] = hit
-            found = tree.child(node, token)
-            if found is None:
-                break
-            node = found
+        for sample in samples:
+            if sample.depth < self.shape[0] and sample.rank < self.shape[1]:
+                seen[sample.depth, sample.rank] += sample.weight
+                right[sample.depth, sample.rank] += sample.weight * sample.hit
+                if sample.weight >= 1.0:
+                    self.reached = max(self.reached, sample.depth + 1)
         self.samples_DJ += seen
         self.hits_DJ += right
-        seen[factors[:, 0] == _DECAY] += _ABSENT
-        np.minimum(seen, 1.0, out=seen)
-        self._seen_DJ = factors * self._seen_DJ + seen
+        told = seen[:, :1]
+        factors = np.where(told > 0.0, 1.0 - (1.0 - _DECAY) * np.minimum(told, 1.0), _FADE)
+        self._seen_DJ = factors * self._seen_DJ + np.maximum(seen, _ABSENT * told)
         self._right_DJ = factors * self._right_DJ + right
 
     def fade(self, keep: float) -> None:

@@ -30,6 +30,9 @@ class GainCurve:
             accepted: drafted tokens that the target agreed with.
             predicted: how many the draft expected: the sum of its node probabilities.
         """
+        if not accepted and not predicted:
+            # A tree of nothing tells nothing, and many of them would wear away what is known.
+            return
         self._right[place] = _DECAY * self._right[place] + accepted
         self._predicted[place] = _DECAY * self._predicted[place] + predicted
 

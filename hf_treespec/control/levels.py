@@ -41,11 +41,15 @@ class LevelPlan:
         depth: levels of the next round; 0 for plain decoding.
         nodes: drafted nodes of the best static tree of that depth.
         rate: tokens a second that are expected.
+        bound: levels that may be drafted at most: twice as deep as is known to be reached.
+        probing: whether the next round is a probe.
     """
 
     def __init__(self, limits: TreeLimits, sizes: Sequence[int]) -> None:
         self.depth = self.nodes = 0
         self.rate = 0.0
+        self.bound = 1
+        self.probing = False
         self._deepest = min(limits.max_depth, limits.max_nodes)
         self._sizes = sizes
         self._idle = self._probing = self._streak = 0
@@ -76,18 +80,22 @@ class LevelPlan:
         """Have the next round be plain."""
         self.depth = self.nodes = 0
 
-    def choose(self, gains_DS: NDArray[np.float64], costs: RoundCosts, *, reached: int, spread: float = 1.0) -> bool:
+    def choose(
+        self, gains_DS: NDArray[np.float64], costs: RoundCosts, *, reached: int, width: float, spread: float = 1.0
+    ) -> bool:
         """Settle the next round.
 
         Args:
             gains_DS: accepted tokens to expect by depth and size, see `gains_by_depth`.
             costs: of texts as long as now.
             reached: depth that is known to be reached; a draft goes twice as deep at most.
+            width: nodes that the draft was seen to fill of each level.
             spread: what the target reads for a node.
 
         Returns:
             Whether a probe begins, so that what was seen before should count for less.
         """
+        self.probing = False
         if not costs.target.is_known(0):
             # Whatever drafts cost is compared with it.
             self.rest()
@@ -95,16 +103,18 @@ class LevelPlan:
         units = [ceil(size * spread) for size in self._sizes]
         target_S = np.array(costs.target.seconds(units))
         plain = float(target_S[0])
-        deepest = min(self._deepest, max(1, 2 * reached)) if costs.drafting else 1
+        self.bound = deepest = min(self._deepest, max(1, 2 * reached)) if costs.drafting else 1
         depths = range(1, deepest + 1)
         drafting_D = np.array(costs.drafting.seconds(depths)) if costs.drafting else np.array([_FIRST_LEVEL * plain])
         rates_DS = _rates(gains_DS, drafting_D, target_S)
+        within_DS = np.array(self._sizes) <= np.ceil(width * np.array(depths))[:, None]
+        rates_DS *= within_DS
         depth, place = np.unravel_index(int(rates_DS.argmax()), rates_DS.shape)
         rate, best = float(rates_DS.max()), (int(depth) + 1, int(place))
         if rate <= 1.0 / plain:
             rate, best = 1.0 / plain, (0, 0)
         self.rate = rate
-        hoped_DS = self._hoped(gains_DS, costs, units, depths)
+        hoped_DS = self._hoped(gains_DS, costs, units, depths) * within_DS
         if float(hoped_DS.max()) > _TRIED * rate:
             depth, place = np.unravel_index(int(hoped_DS.argmax()), hoped_DS.shape)
             best = int(depth) + 1, int(place)
@@ -116,7 +126,7 @@ class LevelPlan:
     ) -> NDArray[np.float64]:
         """Rates where depth or size was never timed, if they cost what smaller ones do; 0 where both were."""
         if not costs.drafting:
-            return np.zeros((1, 1))
+            return np.zeros((len(depths), len(units)))
         new_D = np.array([not costs.drafting.is_known(depth) for depth in depths])
         new_S = np.array([not costs.target.is_known(size) for size in units])
         drafting_D, target_S = costs.drafting.at_least(depths), costs.target.at_least(units)
@@ -138,6 +148,7 @@ class LevelPlan:
             if not begins:
                 return False
             self._probing = _PROBE_ROUNDS - 1
+        self.probing = True
         self.depth, self.nodes = 1, min(_PROBE_NODES, self._sizes[-1])
         return begins
 

@@ -6,21 +6,25 @@ Under coupled verification the text does not depend on the trees, so any policy 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from math import exp
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from hf_treespec.control.acceptance import Acceptance, gains_by_depth
+from hf_treespec.control.acceptance import Acceptance
+from hf_treespec.control.confidence import ConfidenceMap, PathChances, confidences_of
 from hf_treespec.control.costs import Costs, size_ladder
+from hf_treespec.control.dear import DearDraft
+from hf_treespec.control.depth import Reached, divergence, make_depth_control
 from hf_treespec.control.estimates import GainCurve
-from hf_treespec.control.levels import FORGET, LevelPlan
-from hf_treespec.control.proposals import ProposalLog, predicted_tokens
+from hf_treespec.control.proposals import Proposal, ProposalLog, predicted_tokens
+from hf_treespec.control.samples import Sample, by_chance
 from hf_treespec.tree import NODES, Measure, TokenTree, TreeLimits
 
 __all__ = ["SizePolicy"]
 
 _TRIED = 1.03  # times the best known rate that a size which was never timed must promise to be tried
-_SPREAD_DECAY = 0.9
+_RESHAPED = 32  # judged trees after which fixed shapes are made anew
 
 
 class SizePolicy:
@@ -44,6 +48,8 @@ class SizePolicy:
         context: tokens of the longest row.
         learns: whether to judge trees though nothing is chosen.
         draft: what drafts, by the name that its costs are kept under.
+        depth_control: name of the controller, see `control.depth`.
+        depth_options: all that it has.
     """
 
     def __init__(
@@ -60,6 +66,8 @@ class SizePolicy:
         context: int = 0,
         learns: bool = False,
         draft: str = "",
+        depth_control: str = "cost",
+        depth_options: Mapping[str, Any] | None = None,
     ) -> None:
         limits = limits.capped(max_nodes=0) if barred else limits
         self._limits = limits
@@ -80,29 +88,52 @@ class SizePolicy:
         alone = len(self._groups) == 1
         own = [self.acceptance if alone else Acceptance(depth, ranks, self.acceptance) for _ in self._groups]
         self._tables = own
-        self._logs = [ProposalLog(self._sizes, self.gains, measure, table) for table in own]
-        self._plan = LevelPlan(limits, self._sizes)
-        self._told: tuple[int, NDArray[np.float64]] = (-1, np.zeros((1, 1)))  # version of the tables, gains by them
-        self._spread = 1.0  # what the target reads for a node
-        self._cuttable = False
+        self.confidence = ConfidenceMap()
+        chances = PathChances(self.confidence)
+        self._control = make_depth_control(depth_control, depth, depth_options or {}, chances)
+        self._logs = [ProposalLog(self._sizes, self.gains, measure, partial(self._tell, table)) for table in own]
+        self._dear: DearDraft | None = None
+        if self._active and not cheap:
+            self._dear = DearDraft(
+                limits,
+                self._sizes,
+                acceptance=self.acceptance,
+                tables=own,
+                chances=chances,
+                control=self._control,
+            )
+            self._dear.settle(self.costs)
+        self._ranks: tuple[tuple[float, ...], ...] | None = None
+        self._shaped = 0  # version of the acceptance that the ranks are of
         self._drafting = 0.0
         self._levels = 0
         self._read_along = False  # whether the draft had read all but the latest tokens when it was asked
         self._before: dict[int, int] = {}
+        self._depths: dict[int, int] = {}
+        self._stated: list[list[float]] = []
         self.kept: list[list[int]] = []  # per row, which node of the proposed tree each node is that is scored
         self.plain = barred  # whether the latest round has no tree by choice
-        if self._active and not cheap:
-            self._settle()
+
+    @property
+    def wants_shares(self) -> bool:
+        """Whether `observe` is to be told the target's probabilities of children."""
+        return self._control is not None and self._control.wants_divergences
 
     def limits(self) -> TreeLimits:
         """What the draft may propose this round."""
-        if not self._active or self._cheap:
-            return self._limits
-        nodes = self._plan.nodes
-        if self._cuttable:
-            # Room for a tree that turns out better than most; what does not pay is cut.
-            nodes = min(2 * nodes, self._limits.max_nodes)
-        return self._limits.capped(max_nodes=nodes, max_depth=self._plan.depth)
+        whole, control = self._limits, self._control
+        if control is not None:
+            whole = replace(whole.capped(max_depth=control.depth), goes_on=control.goes_on)
+        if not self._active:
+            return whole
+        whole = replace(whole, ranks=self._ranks)
+        return whole if self._dear is None else self._dear.limits(whole)
+
+    def leaves_out(self, row: int) -> bool:
+        """Whether nothing is drafted for a row though it is for others: where rows advance apart, each is judged."""
+        if self._dear is None or len(self._groups) == 1:
+            return False
+        return self._dear.leaves_out(row)
 
     def cut(
         self,
@@ -122,8 +153,16 @@ class SizePolicy:
         """
         self.kept = [list(range(len(tree))) for tree in trees]
         self._drafting, self._before = drafting, dict(lengths)
-        self._levels = max((trees[row].max_depth for row in lengths), default=0)
+        self._depths = {row: trees[row].max_depth for row in lengths}
+        self._levels = max(self._depths.values(), default=0)
+        if self._dear is not None and self._levels:
+            largest = max(trees[row].drafted for row in lengths)
+            self._dear.proposed(largest, self._levels, self.limits().max_nodes)
         self.costs = self._all_costs.at(max(lengths.values(), default=0))
+        told = [confidences_of(tree) if self._learns or self.wants_shares else [] for tree in trees]
+        self._stated = told
+        if self._active:
+            trees = [self.confidence.rescored(tree) for tree in trees]
         if not self._active:
             size, limit = self._sizes[-1], self._sizes[-1]
         else:
@@ -132,7 +171,7 @@ class SizePolicy:
         if not self._learns:
             return list(trees)
         for group, log in zip(self._groups, self._logs, strict=True):
-            proposals = {row: (lengths[row], trees[row]) for row in group if row in lengths}
+            proposals = {row: Proposal(lengths[row], trees[row], told[row]) for row in group if row in lengths}
             if proposals:
                 log.add(emitted[next(iter(proposals))], limit, proposals, scored=size > 0)
         out = list(trees)
@@ -144,15 +183,25 @@ class SizePolicy:
                 self.kept[row] = [0, *sorted(nodes)]
         return out
 
-    def observe(self, *, trees: Sequence[TokenTree], seconds: float, texts: Mapping[int, Sequence[int]]) -> None:
+    def observe(
+        self,
+        *,
+        trees: Mapping[int, TokenTree],
+        seconds: float,
+        texts: Mapping[int, Sequence[int]],
+        taken: Mapping[int, Sequence[float]] | None = None,
+        shares: Mapping[int, Mapping[int, float]] | None = None,
+    ) -> None:
         """Learn from a round.
 
         Args:
-            trees: those that the target scored, of rows that had not ended.
+            trees: row -> tree that the target scored, of rows that had not ended.
             seconds: wall clock of the round without drafting, commit included.
             texts: row -> tokens so far, of rows that have not ended.
+            taken: row -> how likely each node was to be accepted where its parent is, if coins decided.
+            shares: row -> the target's probability of the children of accepted nodes, if `wants_shares`.
         """
-        units = max(self._measure.units(tree) for tree in trees)
+        units = max(self._measure.units(tree) for tree in trees.values())
         costs = self.costs
         costs.target.add(units, seconds)
         if self._levels and not self._cheap:
@@ -162,22 +211,41 @@ class SizePolicy:
             self._read_along = True
         elif not self._cheap:
             self._read_along = False
+        gained = {row: len(text) - self._before[row] for row, text in texts.items() if row in self._before}
+        if self._control is not None:
+            told = shares or {}
+            self._control.observe(
+                [
+                    Reached(self._depths[row], count - 1, self._divergences(row, trees[row], told.get(row)))
+                    for row, count in gained.items()
+                    if row in trees and trees[row].drafted
+                ]
+            )
         if not self._learns:
             return
-        if nodes := max(tree.drafted for tree in trees):
-            self._spread += (1.0 - _SPREAD_DECAY) * (units / nodes - self._spread)
         costs.count()
-        for group, log in zip(self._groups, self._logs, strict=True):
+        for group, log, table in zip(self._groups, self._logs, self._tables, strict=True):
+            if taken is not None:
+                log.by_coins()
+                for row in set(group) & set(taken) & set(trees):
+                    stated = self._stated[row]
+                    confidences = [stated[node] for node in self.kept[row]] if stated else []
+                    self._tell(table, list(by_chance(trees[row], taken[row])), confidences)
             log.judge({row: texts[row] for row in group if row in texts})
-        if self._active and not self._cheap:
-            self._cuttable = all(tree.scores is not None and not tree.sampled for tree in trees)
-            gained = [len(text) - self._before[row] for row, text in texts.items() if row in self._before]
-            self._plan.account(
+        self.confidence.learn()
+        if self.acceptance.version >= self._shaped + _RESHAPED:
+            # Rounded, as shapes of equal figures are made once.
+            self._shaped = self.acceptance.version
+            self._ranks = tuple(tuple(row) for row in self.acceptance.table().round(2).tolist())
+        if self._dear is not None:
+            self._dear.cuttable = all(tree.scores is not None and not tree.sampled for tree in trees.values())
+            self._dear.scored(max(tree.drafted for tree in trees.values()), units)
+            self._dear.plan.account(
                 seconds=seconds + self._drafting,
-                tokens=sum(gained) / len(gained) if gained else 1.0,
+                tokens=sum(gained.values()) / len(gained) if gained else 1.0,
                 plain=costs.target.seconds([0])[0],
             )
-            self._settle()
+            self._dear.settle(costs)
 
     def promise(self, trees: Sequence[TokenTree], rows: Collection[int]) -> tuple[float, float] | None:
         """Tokens a round that are to be expected of the size that pays most, and its seconds, without drafting.
@@ -191,17 +259,17 @@ class SizePolicy:
         """
         if not self._active or self.costs.due:
             return None
-        means = self._means(trees, rows)
+        means = self._means([self.confidence.rescored(tree) for tree in trees], rows)
         place = self._best(means)
         return 1.0 + means[place], self.costs.target.seconds(self._sizes)[place]
 
     def _cut_size(self, trees: Sequence[TokenTree], rows: Collection[int], drafting: float) -> int:
         if self._cheap and self.costs.due:
             return self._sizes[0] if self.costs.due % 2 else self._sizes[-1]
-        if not self._cheap and not self._plan.depth:
+        if self._dear is not None and not self._dear.plan.depth:
             return 0
-        if not self._cheap and any(trees[row].scores is None or trees[row].sampled for row in rows):
-            return self._plan.nodes
+        if self._dear is not None and any(trees[row].scores is None or trees[row].sampled for row in rows):
+            return self._dear.plan.nodes
         means = self._means(trees, rows)
         return self._sizes[self._hoped(means, drafting)]
 
@@ -242,18 +310,20 @@ class SizePolicy:
         best = max(hoped)
         return hoped.index(best) if best > known else place
 
-    def _settle(self) -> None:
-        """Choose what a dear draft is asked for next."""
-        if self.costs.due and self.costs.target.is_known(0):
-            # Of the two ends only plain rounds are not timed anyway.
-            self.costs.due = 0
-            self._plan.rest()
-            return
-        version = sum(table.version for table in self._tables)
-        if version != self._told[0]:
-            gains = [gains_by_depth(table.table(), self._sizes) for table in self._tables]
-            self._told = version, sum(gains[1:], gains[0]) / len(gains)
-        reached = max(table.reached for table in self._tables)
-        if self._plan.choose(self._told[1], self.costs, reached=reached, spread=self._spread):
-            for table in self._tables:
-                table.fade(FORGET)
+    def _divergences(self, row: int, tree: TokenTree, shares: Mapping[int, float] | None) -> list[float]:
+        """KL divergence at each accepted node that has children, from the root down."""
+        stated = self._stated[row] if row < len(self._stated) else []
+        if not shares or not stated:
+            return []
+        confidences = [stated[node] for node in self.kept[row]]
+        below: dict[int, list[int]] = {}
+        for child in shares:
+            below.setdefault(tree.parents[child], []).append(child)
+        return [
+            divergence([shares[child] for child in below[node]], [exp(confidences[child]) for child in below[node]])
+            for node in sorted(below)
+        ]
+
+    def _tell(self, table: Acceptance, samples: Sequence[Sample], confidences: Sequence[float]) -> None:
+        table.add(samples)
+        self.confidence.add(samples, confidences)

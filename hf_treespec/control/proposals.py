@@ -8,14 +8,15 @@ scored comes for free.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import exp
 
-from hf_treespec.control.acceptance import Acceptance
 from hf_treespec.control.estimates import GainCurve
+from hf_treespec.control.samples import Sample, by_text
 from hf_treespec.tree import NODES, Measure, TokenTree
 
-__all__ = ["ProposalLog", "predicted_tokens"]
+__all__ = ["Proposal", "ProposalLog", "predicted_tokens"]
 
 
 def predicted_tokens(tree: TokenTree, sizes: Sequence[int], measure: Measure = NODES) -> list[float]:
@@ -43,6 +44,30 @@ def _accepted_tokens(
     return [len(set(path).intersection(kept)) for kept in measure.kept(tree, sizes)]
 
 
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A tree of one row.
+
+    Args:
+        length: of the row's text, root included, when it was made.
+        tree: with scores by which it is cut.
+        confidences: of the draft in its nodes, as it states them; empty if it states none.
+    """
+
+    length: int
+    tree: TokenTree
+    confidences: Sequence[float] = ()
+
+
+@dataclass(slots=True)
+class _Pending:
+    emitted: int
+    limit: int
+    proposals: Mapping[int, Proposal]
+    scored: bool
+    by_coins: bool = False
+
+
 class ProposalLog:
     """Trees of one group of rows that advance together, judged in the order in which they were proposed.
 
@@ -53,7 +78,7 @@ class ProposalLog:
         sizes: the ladder.
         gains: learns of every judged tree.
         measure: how sizes are counted.
-        acceptance: likewise.
+        tell: likewise; called with the samples of each tree and its confidences.
     """
 
     def __init__(
@@ -61,27 +86,30 @@ class ProposalLog:
         sizes: Sequence[int],
         gains: GainCurve,
         measure: Measure = NODES,
-        acceptance: Acceptance | None = None,
+        tell: Callable[[Sequence[Sample], Sequence[float]], None] | None = None,
     ) -> None:
-        self._acceptance = acceptance
+        self._tell = tell
         self._sizes = sizes
         self._measure = measure
         self._gains = gains
-        self._pending: deque[tuple[int, int, dict[int, tuple[int, TokenTree]], bool]] = deque()
+        self._pending: deque[_Pending] = deque()
         self._next_round = [0] * len(sizes)
 
-    def add(
-        self, emitted: int, limit: int, proposals: Mapping[int, tuple[int, TokenTree]], *, scored: bool = False
-    ) -> None:
+    def add(self, emitted: int, limit: int, proposals: Mapping[int, Proposal], *, scored: bool = False) -> None:
         """Note the trees of one round.
 
         Args:
             emitted: tokens that the rows of the group have emitted so far.
             limit: nodes that the draft was allowed; larger sizes learn nothing from these trees.
-            proposals: row -> (text length with the root, tree), of rows that have not ended.
+            proposals: by row, of rows that have not ended.
             scored: whether the target scores any part of them.
         """
-        self._pending.append((emitted, limit, dict(proposals), scored))
+        self._pending.append(_Pending(emitted, limit, dict(proposals), scored))
+
+    def by_coins(self) -> None:
+        """Leave out of `tell` what was added last: coins decided it, and what they made likely is told elsewhere."""
+        if self._pending:
+            self._pending[-1].by_coins = True
 
     def judge(self, texts: Mapping[int, Sequence[int]]) -> None:
         """Judge what can be judged by now.
@@ -90,32 +118,25 @@ class ProposalLog:
             texts: row -> tokens so far, of rows that have not ended.
         """
         while self._pending:
-            emitted, limit, proposals, scored = self._pending[0]
-            going = [(texts[row], length, tree) for row, (length, tree) in proposals.items() if row in texts]
-            accepted = [
-                _accepted_tokens(tree, text[length:], self._sizes, self._measure) for text, length, tree in going
-            ]
+            first = self._pending[0]
+            going = [(texts[row][one.length :], one) for row, one in first.proposals.items() if row in texts]
+            accepted = [_accepted_tokens(one.tree, ahead, self._sizes, self._measure) for ahead, one in going]
             if None in accepted:
                 return
             self._pending.popleft()
-            if self._acceptance is not None:
-                for text, length, tree in going:
-                    self._acceptance.add(tree, text[length:])
+            if self._tell is not None and not first.by_coins:
+                for ahead, one in going:
+                    self._tell(list(by_text(one.tree, ahead)), one.confidences)
             if going:
-                predicted = [predicted_tokens(tree, self._sizes, self._measure) for _, _, tree in going]
-                self._learn(emitted, limit, scored, [row for row in accepted if row is not None], predicted)
+                predicted = [predicted_tokens(one.tree, self._sizes, self._measure) for _, one in going]
+                self._learn(first, [row for row in accepted if row is not None], predicted)
 
     def _learn(
-        self,
-        emitted: int,
-        limit: int,
-        scored: bool,
-        accepted: Sequence[Sequence[int]],
-        predicted: Sequence[Sequence[float]],
+        self, pending: _Pending, accepted: Sequence[Sequence[int]], predicted: Sequence[Sequence[float]]
     ) -> None:
         for place, size in enumerate(self._sizes):
-            if size <= limit and (scored or emitted >= self._next_round[place]):
+            if size <= pending.limit and (pending.scored or pending.emitted >= self._next_round[place]):
                 # The shortest row decides how far the group advances.
                 tokens = min(row[place] for row in accepted)
                 self._gains.add(place, tokens, min(row[place] for row in predicted))
-                self._next_round[place] = emitted + tokens + 1
+                self._next_round[place] = pending.emitted + tokens + 1

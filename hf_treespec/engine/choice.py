@@ -33,6 +33,7 @@ from hf_treespec.draft import (
     table_of,
 )
 from hf_treespec.engine.request import Request
+from hf_treespec.engine.shares import TargetShares
 from hf_treespec.verify import (
     Decider,
     GumbelNoise,
@@ -87,6 +88,10 @@ class Choice:
         draws = RoundNoise(noise)
         sampler = ChildSampler(rule, request.tree_config.random_children, draws)
         return cls(decider, noise, IndependentDecider(rule, scorer, draws), sampler)
+
+    def shares(self, request: Request) -> TargetShares:
+        """What the target makes of children, as comparable with what the draft makes of them as can be."""
+        return TargetShares(_shaping(request), self.noise if self.independent is None else None)
 
     def show(self, rows: Sequence[DraftRow]) -> None:
         """Let drafts see the noise, unless what they draw must be independent of it."""

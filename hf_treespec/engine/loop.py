@@ -256,6 +256,8 @@ def _decode(
         draft=named,
         context=max(prompt.real_tokens),
         learns=trial is not None,
+        depth_control=config.depth_control,
+        depth_options=config.depth_settings,
     )
     if trial is not None:
         trial.policies.append(policy)
@@ -281,6 +283,7 @@ def _decode(
         guidance=guidance,
         independent=choice.independent,
         taps=taps,
+        shares=choice.shares(request) if policy.wants_shares else None,
     )
     wanted = wants_dict or _compat.is_user_defined(cache)
     try:

@@ -15,6 +15,7 @@ from hf_treespec.draft import CreditedDraft, Draft, FeatureDraft
 from hf_treespec.engine.features import FeatureTaps, Places
 from hf_treespec.engine.guidance import Guidance
 from hf_treespec.engine.outputs import KeptStates
+from hf_treespec.engine.shares import TargetShares
 from hf_treespec.engine.state import GrowingText
 from hf_treespec.stats import TreeStats
 from hf_treespec.tree import TokenTree, TreeLimits
@@ -62,6 +63,7 @@ class RoundRunner:
         guidance: the unconditional stream of the call, or None.
         independent: decides rounds with trees by independent draws; None for the walk.
         taps: hidden states of the target, for a `FeatureDraft` that reads them.
+        shares: what the target makes of children, if the policy asks for it.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class RoundRunner:
         guidance: Guidance | None = None,
         independent: IndependentDecider | None = None,
         taps: FeatureTaps | None = None,
+        shares: TargetShares | None = None,
     ) -> None:
         self._text = text
         self._forward = forward
@@ -106,6 +109,10 @@ class RoundRunner:
         self._guidance = guidance
         self._independent = independent
         self._taps = taps
+        # Of the latest round: row -> how likely each node was to be accepted where its parent is, if coins decided.
+        self._shares_of = shares
+        self._shares: dict[int, dict[int, float]] = {}
+        self._taken: dict[int, list[float]] | None = None
 
     def run(self) -> None:
         """One round of all rows that have not ended; in step the ended ones follow with padding."""
@@ -118,7 +125,10 @@ class RoundRunner:
             # An ended row follows with padding, as deep as the others: its positions bound them too.
             ended = [self._padding_depth(row, limits) for row in every if not self._drafts(row)]
             limits = limits.capped(max_depth=min(ended, default=limits.max_depth))
-        wanted = [self._row_limits(row, limits, drafts=self._drafts(row)) for row in every]
+        wanted = [
+            self._row_limits(row, limits, drafts=self._drafts(row) and not self._policy.leaves_out(row))
+            for row in every
+        ]
         trees = self._draft.propose(self._text.draft_rows, wanted)
         lengths = {row: len(self._text.draft_rows[row].tokens) for row in active}
         proposed_by = clock.now()
@@ -148,10 +158,12 @@ class RoundRunner:
         self._stats.plain_rounds += not drafted
         self._stats.fallback_rounds += self._policy.plain
         self._policy.observe(
-            trees=[trees[row] for row in active],
+            trees={row: trees[row] for row in active},
             # What drafting takes does not hang on the size that is scored: `cut` adds it to the cost of each.
             seconds=clock.now() - proposed_by,
             texts={row: self._text.draft_rows[row].tokens for row in active if not self._text.finished[row]},
+            taken=self._taken,
+            shares=self._shares,
         )
 
     def fill(self, length: int) -> None:
@@ -226,6 +238,7 @@ class RoundRunner:
         guidance = self._guidance
         # What is read behind the end of a text is padding.
         live = [self._drafts(row) for row in range(len(trees))]
+        first = [self._text.position(row) for row in range(len(trees))]
         with ExitStack() as stack:
             transaction: CacheTransaction | OrderBoundTransaction = self._cache.transaction()
             stack.enter_context(transaction)
@@ -261,6 +274,12 @@ class RoundRunner:
                     in_step=self._in_step,
                     choices=choices,
                 )
+            if self._shares_of is not None:
+                self._shares = {
+                    row: self._shares_of.of(row, trees[row], paths[row], logits[row].to(device), first[row])
+                    for row in rows
+                    if live[row]
+                }
             slots = self._forward.slots(paths)
             if self._states is not None and isinstance(self._cache, RowCache):
                 self._states.keep(slots, self._cache)
@@ -299,6 +318,7 @@ class RoundRunner:
         laws = self._draft.laws(len(trees))
         live = [row for row in rows if self._drafts(row)]
         outcome = self._independent.decide(self._text, trees, logits_BNV.to(self._text.device), laws, stand, live)
+        self._taken = {row: outcome.taken[row] for row in live}
         for row in rows:
             pad = self._text.forced_token(row)
             if pad is not None:

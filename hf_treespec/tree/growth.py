@@ -56,9 +56,13 @@ def grow(
 ) -> list[tuple[TokenTree, list[int]]]:
     """Grow one tree per row.
 
-    Policies: ``static`` fills a fixed best-first shape by rank (Medusa, Sequoia); ``best_first`` expands every node
-    that is still among the `max_nodes` best by path confidence and keeps those (the optimum that OPT-Tree aims at);
-    ``dynamic`` expands only the `max_children` best nodes of a level and re-ranks all at the end (EAGLE-2).
+    Policies: ``static`` fills the best shape by rank (Medusa, Sequoia), see `best_first_shape`; ``best_first`` expands
+    every node that is still among the `max_nodes` best by path confidence and keeps those; ``dynamic`` expands only
+    the `max_children` best nodes of a level and re-ranks all at the end (EAGLE-2, Li et al. 2024).
+
+    OPT-Tree (Wang et al. 2024) is no policy of its own: it keeps the nodes with the largest sum of path confidences,
+    which is what ``best_first`` keeps, and stops where another level adds less than a threshold to that sum, which is
+    `TreeLimits.goes_on` with a constant for what a level costs.
 
     Args:
         roots: root token per row.
@@ -79,7 +83,7 @@ def grow(
         _grow_static(builders, expand, limits)
         return [builder.freeze() for builder in builders]
     frontier = [[0] if limit.max_nodes and limit.max_depth else [] for limit in limits]
-    while any(frontier):
+    while any(frontier) and _goes_on(builders, frontier, limits):
         candidates = expand(builders, frontier)
         nxt: list[list[int]] = []
         for builder, nodes, found, limit in zip(builders, frontier, candidates, limits, strict=True):
@@ -91,6 +95,12 @@ def grow(
             nxt.append(_next_frontier(builder, added, limit, policy))
         frontier = nxt
     return [b.freeze(b.best(limit.max_nodes)) for b, limit in zip(builders, limits, strict=True)]
+
+
+def _goes_on(builders: Sequence[TreeBuilder], frontier: Sequence[Sequence[int]], limits: Sequence[TreeLimits]) -> bool:
+    """Whether the next level is drafted; the first always is."""
+    asked = next((limit.goes_on for limit in limits if limit.goes_on is not None), None)
+    return asked is None or any(0 in nodes for nodes in frontier) or asked(builders, frontier)
 
 
 def _next_frontier(builder: TreeBuilder, added: list[int], limit: TreeLimits, policy: str) -> list[int]:
@@ -115,7 +125,7 @@ def _grow_static(builders: Sequence[TreeBuilder], expand: Expander, limits: Sequ
             for shape, done in zip(shapes, placed, strict=True)
         ]
         frontier = [[done[n] for n in nodes] for nodes, done in zip(inner, placed, strict=True)]
-        if not any(frontier):
+        if not any(frontier) or not _goes_on(builders, frontier, limits):
             return
         candidates = expand(builders, frontier)
         for builder, shape, done, nodes, found in zip(builders, shapes, placed, inner, candidates, strict=True):

@@ -29,11 +29,11 @@ def rank_acceptance(max_children: int, *, first: float = 0.6, ratio: float = 0.3
 
 
 @lru_cache(maxsize=256)
-def _shape(acceptance: tuple[float, ...], max_nodes: int, max_depth: int) -> TokenTree:
+def _shape(table: tuple[tuple[float, ...], ...], max_nodes: int, max_depth: int) -> TokenTree:
     ranks, parents = [0], [-1]
     # An entry is (-value, node, rank): "the child of that rank below that node would be accepted with `value`".
     # Pushing a rank only after its predecessor keeps siblings prefix-closed.
-    heap = [(-acceptance[0], 0, 0)] if max_depth else []
+    heap = [(-table[0][0], 0, 0)] if max_depth else []
     depths, values = [0], [1.0]
     while heap and len(ranks) - 1 < max_nodes:
         value, parent, rank = heapq.heappop(heap)
@@ -43,9 +43,11 @@ def _shape(acceptance: tuple[float, ...], max_nodes: int, max_depth: int) -> Tok
         depths.append(depths[parent] + 1)
         values.append(-value)
         if depths[node] < max_depth:
-            heapq.heappush(heap, (value * acceptance[0], node, 0))
-        if rank + 1 < len(acceptance):
-            heapq.heappush(heap, (-values[parent] * acceptance[rank + 1], parent, rank + 1))
+            below = table[min(depths[node], len(table) - 1)]
+            heapq.heappush(heap, (value * below[0], node, 0))
+        row = table[min(depths[parent], len(table) - 1)]
+        if rank + 1 < len(row):
+            heapq.heappush(heap, (-values[parent] * row[rank + 1], parent, rank + 1))
     return TokenTree(tuple(ranks), tuple(parents))
 
 
@@ -53,14 +55,20 @@ def best_first_shape(limits: TreeLimits, acceptance: Sequence[float] | None = No
     """The shape of at most `limits.max_nodes` nodes with the largest expected accepted length.
 
     For acceptance that does not rise with the rank, taking nodes off a heap by the product of the acceptances on
-    their path gives the optimum of Sequoia's dynamic programme (Chen et al. 2024) in O(N log N).
+    their path gives the optimum of Sequoia's dynamic programme (Chen et al. 2024) in O(N log N): no child is worth
+    more than its parent, nor than an earlier sibling, so that the N nodes of the most worth are a tree. So it is too
+    where acceptance is measured depth by depth (`limits.ranks`), whether it falls with the depth or not.
 
     Args:
         limits: the budget.
-        acceptance: P(accepted | parent accepted) per rank, non-increasing; default `rank_acceptance`.
+        acceptance: P(accepted | parent accepted) per rank at all depths, non-increasing; default `limits.ranks`, and
+            without them `rank_acceptance`.
 
     Returns:
         A tree whose tokens are ranks.
     """
-    values = tuple(acceptance) if acceptance is not None else rank_acceptance(limits.max_children)
-    return _shape(values[: limits.max_children], limits.max_nodes, limits.max_depth)
+    if acceptance is not None:
+        table: tuple[tuple[float, ...], ...] = (tuple(acceptance),)
+    else:
+        table = limits.ranks or (rank_acceptance(limits.max_children),)
+    return _shape(tuple(row[: limits.max_children] for row in table), limits.max_nodes, limits.max_depth)

@@ -6,8 +6,8 @@ than its children, so one pass over the nodes in order sees every ancestor first
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from hf_treespec.errors import TreeConfigError, TreeSpecError
 
@@ -22,11 +22,19 @@ class TreeLimits:
         max_nodes: drafted nodes, the root not counted; 0 means no draft.
         max_depth: edges from the root to the deepest leaf.
         max_children: children of one node.
+        goes_on: asked before every level but the first, with the trees of all rows and the nodes that would be
+            expanded, whether to draft it; the same in all rows. None: always. Trees whose nodes are drawn at random
+            do not ask: their size is settled beforehand.
+        ranks: P(accepted | parent accepted) by depth and rank, for fixed shapes; None for a prior.
     """
 
     max_nodes: int
     max_depth: int
     max_children: int
+    goes_on: Callable[[Sequence[TreeBuilder], Sequence[Sequence[int]]], bool] | None = field(
+        default=None, repr=False, compare=False
+    )
+    ranks: tuple[tuple[float, ...], ...] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, low in (("max_nodes", 0), ("max_depth", 0), ("max_children", 1)):
@@ -37,7 +45,7 @@ class TreeLimits:
         """The same limits, lowered to what a row has room for."""
         depth = self.max_depth if max_depth is None else max(0, min(self.max_depth, max_depth))
         nodes = self.max_nodes if max_nodes is None else max(0, min(self.max_nodes, max_nodes))
-        return TreeLimits(max_nodes=nodes if depth else 0, max_depth=depth, max_children=self.max_children)
+        return replace(self, max_nodes=nodes if depth else 0, max_depth=depth)
 
 
 @dataclass(frozen=True, slots=True)

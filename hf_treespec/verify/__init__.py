@@ -1,6 +1,6 @@
 """Choosing tokens as the target alone would: noise, processors, the walk."""
 
-from hf_treespec.verify.draw import draw, expected_accepted, post_order, winners
+from hf_treespec.verify.draw import draw, expected_accepted, post_order, taken, winners
 from hf_treespec.verify.guidance import NodeGuidance
 from hf_treespec.verify.independent import IndependentDecider, Outcome, follow_paths
 from hf_treespec.verify.noise import GumbelNoise, RoundNoise, text_streams
@@ -26,6 +26,7 @@ __all__ = [
     "follow_paths",
     "plan",
     "post_order",
+    "taken",
     "text_streams",
     "walk_trees",
     "winners",

@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_treespec.tree import TokenTree
 from hf_treespec.verify.plan import Plan
 
-__all__ = ["NO_TOKEN", "draw", "expected_accepted", "post_order", "winners"]
+__all__ = ["NO_TOKEN", "draw", "expected_accepted", "post_order", "taken", "winners"]
 
 NO_TOKEN = -1
 
@@ -120,3 +120,29 @@ def expected_accepted(accept: Sequence[float], tree: TokenTree, *, joint: bool) 
             reach[child] = alive * accept[child]
             alive *= 1 - accept[child]
     return sum(reach[1:])
+
+
+def taken(accept: Sequence[float], tree: TokenTree, *, joint: bool) -> list[float]:
+    """Per node the probability, before any coin, that it is accepted where its parent is; 1 for the root.
+
+    Args:
+        accept: `Plan.accept_BN` of the row.
+        tree: its tree.
+        joint: `Plan.joint`.
+    """
+    # That a node is accepted once it is asked: that it passes, or, joint, that anything in its subtree does.
+    once = list(accept)
+    if joint:
+        missed = [1.0 - one for one in accept]
+        for node in range(len(tree) - 1, 0, -1):
+            once[node] = 1.0 - missed[node]
+            missed[tree.parents[node]] *= missed[node]
+    out = [1.0] * len(tree)
+    for node in range(len(tree)):
+        alive = 1.0
+        for child in tree.children(node):
+            out[child] = alive * once[child]
+            alive *= 1.0 - once[child]
+            if joint and node:
+                out[child] = out[child] / once[node] if once[node] else 0.0
+    return out

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_treespec.rules import Rule
 from hf_treespec.tree import TokenTree
-from hf_treespec.verify.draw import NO_TOKEN, draw, expected_accepted
+from hf_treespec.verify.draw import NO_TOKEN, draw, expected_accepted, taken
 from hf_treespec.verify.noise import RoundNoise
 from hf_treespec.verify.plan import DraftLaws, plan
 from hf_treespec.verify.processors import NodeScorer
@@ -31,12 +31,14 @@ class Outcome:
         last: per row the token behind them.
         scores_BNV: processed scores of all nodes.
         expected: per row the expected accepted tokens over the coins.
+        taken: per row and node the probability that it is accepted where its parent is, before any coin.
     """
 
     paths: list[list[int]]
     last: list[int]
     scores_BNV: Tensor
     expected: list[float]
+    taken: list[list[float]]
 
 
 class IndependentDecider:
@@ -95,7 +97,8 @@ class IndependentDecider:
             expected_accepted(accept, tree, joint=decided.joint)
             for tree, (_, _, accept) in zip(trees, drawn, strict=True)
         ]
-        return Outcome(paths, [token for _, token, _ in drawn], scores_BNV, expected)
+        chances = [taken(accept, tree, joint=decided.joint) for tree, (_, _, accept) in zip(trees, drawn, strict=True)]
+        return Outcome(paths, [token for _, token, _ in drawn], scores_BNV, expected, chances)
 
 
 def _path(tree: TokenTree, node: int) -> list[int]:

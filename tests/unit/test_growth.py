@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -173,3 +174,24 @@ def test_nobody_is_asked_when_no_row_has_room() -> None:
 def test_an_unknown_policy_is_named() -> None:
     with pytest.raises(TreeConfigError, match="growth='greedy' must be one of"):
         grow([1], Source(0, []), [TreeLimits(max_nodes=1, max_depth=1, max_children=1)], "greedy")
+
+
+@pytest.mark.parametrize("policy", GROWTH_POLICIES)
+def test_another_level_is_drafted_while_it_is_said_to_pay(policy: str) -> None:
+    asked: list[list[list[int]]] = []
+
+    def twice(builders: Sequence[TreeBuilder], frontier: Sequence[Sequence[int]]) -> bool:
+        assert [builder.depths[node] for builder, nodes in zip(builders, frontier, strict=True) for node in nodes]
+        asked.append([list(nodes) for nodes in frontier])
+        return len(asked) < 3
+
+    whole = TreeLimits(max_nodes=12, max_depth=6, max_children=3)
+    limits = [replace(whole, goes_on=twice), replace(whole, goes_on=twice)]
+    assert limits[0].capped(max_depth=5).goes_on is twice and limits[0] == whole
+    source = Source(3, limits)
+    trees = [tree for tree, _ in grow([4, 5], source, limits, policy)]
+    # The first level is not asked for.
+    assert source.depths_asked == [0, 1, 2] and len(asked) == 3 and max(tree.max_depth for tree in trees) == 3
+    for row, (tree, _) in enumerate(grow([4, 5], Source(3, limits), [whole.capped(max_depth=3)] * 2, policy)):
+        # A fixed shape of six levels begins otherwise than one of three.
+        assert policy == "static" or tree == trees[row]

@@ -12,16 +12,19 @@ from hypothesis import strategies as st
 
 from hf_treespec.tree import TokenTree, TreeLimits, best_first_shape, rank_acceptance
 
+Table = tuple[tuple[float, ...], ...]
 
-def best_expected_length(acceptance: tuple[float, ...], nodes: int, depth: int) -> float:
+
+def best_expected_length(table: Table, nodes: int, depth: int) -> float:
     """Expected accepted nodes of the best tree of at most `nodes` nodes below the root and depth `depth`."""
 
     @cache
-    def with_root(n: int, d: int) -> float:  # c(n, d): n nodes, the root of the subtree included
+    def with_root(n: int, d: int) -> float:  # c(n, d): n nodes, the root of the subtree included, d levels below it
         return 1.0 + (below(n - 1, 0, d) if d else 0.0)
 
     @cache
     def below(n: int, rank: int, d: int) -> float:  # g(n, j, d): n nodes in the subtrees of ranks j and up
+        acceptance = table[min(depth - d, len(table) - 1)]
         if n == 0 or rank == len(acceptance):
             return 0.0
         share = [
@@ -32,18 +35,19 @@ def best_expected_length(acceptance: tuple[float, ...], nodes: int, depth: int) 
     return with_root(nodes + 1, depth) - 1.0
 
 
-def expected_length(shape: TokenTree, acceptance: tuple[float, ...]) -> float:
+def expected_length(shape: TokenTree, table: Table) -> float:
     reach = [1.0]
     for node in range(1, len(shape)):
-        reach.append(reach[shape.parents[node]] * acceptance[shape.tokens[node]])
+        row = table[min(shape.depths[node] - 1, len(table) - 1)]
+        reach.append(reach[shape.parents[node]] * row[shape.tokens[node]])
     return math.fsum(reach[1:])
 
 
 def check(acceptance: tuple[float, ...], nodes: int, depth: int) -> None:
     limits = TreeLimits(max_nodes=nodes, max_depth=depth, max_children=len(acceptance))
     shape = best_first_shape(limits, acceptance)
-    assert expected_length(shape, acceptance) == pytest.approx(
-        best_expected_length(acceptance, nodes, depth), rel=0, abs=1e-12
+    assert expected_length(shape, (acceptance,)) == pytest.approx(
+        best_expected_length((acceptance,), nodes, depth), rel=0, abs=1e-12
     )
     assert shape.drafted <= nodes and shape.max_depth <= depth
 
@@ -62,6 +66,19 @@ FALLING = st.lists(st.floats(0.0, 1.0), min_size=1, max_size=5).map(lambda p: tu
 @given(FALLING, st.integers(0, 20), st.integers(0, 6))
 def test_any_falling_acceptance_reaches_the_optimum(acceptance: tuple[float, ...], nodes: int, depth: int) -> None:
     check(acceptance, nodes, depth)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(FALLING, min_size=1, max_size=4), st.integers(0, 16), st.integers(0, 5))
+def test_acceptance_that_was_measured_depth_by_depth_reaches_the_optimum_too(
+    rows: list[tuple[float, ...]], nodes: int, depth: int
+) -> None:
+    """Whether it falls or rises with the depth, and with another number of ranks at each."""
+    limits = TreeLimits(max_nodes=nodes, max_depth=depth, max_children=5, ranks=tuple(rows))
+    shape = best_first_shape(limits)
+    best = best_expected_length(tuple(rows), nodes, depth)
+    assert expected_length(shape, tuple(rows)) == pytest.approx(best, rel=0, abs=1e-12)
+    assert shape.drafted <= nodes and shape.max_depth <= depth
 
 
 @settings(max_examples=60, deadline=None)

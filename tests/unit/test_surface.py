@@ -57,6 +57,8 @@ def test_fields_of_a_config_in_order() -> None:
         "fallback",
         "on_stateful_processor",
         "draft_options",
+        "depth_control",
+        "depth_options",
     ]
 
 
