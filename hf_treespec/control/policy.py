@@ -48,6 +48,8 @@ class SizePolicy:
         context: tokens of the longest row.
         learns: whether to judge trees though nothing is chosen.
         draft: what drafts, by the name that its costs are kept under.
+        confident: whether scores are what the draft thinks of acceptance; a source that has nodes read for other ends
+            gives them a worth instead, which is to be left as it is.
         depth_control: name of the controller, see `control.depth`.
         depth_options: all that it has.
     """
@@ -66,6 +68,7 @@ class SizePolicy:
         context: int = 0,
         learns: bool = False,
         draft: str = "",
+        confident: bool = True,
         depth_control: str = "cost",
         depth_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -74,6 +77,7 @@ class SizePolicy:
         self._active = fallback == "auto" and limits.max_nodes > 0
         self._learns = self._active or learns
         self.draft = draft
+        self._confident = confident
         self._cheap = cheap
         self._measure = measure
         self._sizes = size_ladder(limits.max_nodes)
@@ -159,10 +163,10 @@ class SizePolicy:
             largest = max(trees[row].drafted for row in lengths)
             self._dear.proposed(largest, self._levels, self.limits().max_nodes)
         self.costs = self._all_costs.at(max(lengths.values(), default=0))
-        told = [confidences_of(tree) if self._learns or self.wants_shares else [] for tree in trees]
-        self._stated = told
+        states = self._confident and (self._learns or self.wants_shares)
+        told = self._stated = [confidences_of(tree) if states else [] for tree in trees]
         if self._active:
-            trees = [self.confidence.rescored(tree) for tree in trees]
+            trees = self._by_acceptance(trees)
         if not self._active:
             size, limit = self._sizes[-1], self._sizes[-1]
         else:
@@ -233,7 +237,7 @@ class SizePolicy:
                     self._tell(table, list(by_chance(trees[row], taken[row])), confidences)
             log.judge({row: texts[row] for row in group if row in texts})
         self.confidence.learn()
-        if self.acceptance.version >= self._shaped + _RESHAPED:
+        if self._confident and self.acceptance.version >= self._shaped + _RESHAPED:
             # Rounded, as shapes of equal figures are made once.
             self._shaped = self.acceptance.version
             self._ranks = tuple(tuple(row) for row in self.acceptance.table().round(2).tolist())
@@ -259,7 +263,7 @@ class SizePolicy:
         """
         if not self._active or self.costs.due:
             return None
-        means = self._means([self.confidence.rescored(tree) for tree in trees], rows)
+        means = self._means(self._by_acceptance(trees), rows)
         place = self._best(means)
         return 1.0 + means[place], self.costs.target.seconds(self._sizes)[place]
 
@@ -272,6 +276,10 @@ class SizePolicy:
             return self._dear.plan.nodes
         means = self._means(trees, rows)
         return self._sizes[self._hoped(means, drafting)]
+
+    def _by_acceptance(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
+        """The trees with scores by how often such confidence was right."""
+        return [self.confidence.rescored(tree) for tree in trees] if self._confident else list(trees)
 
     def _means(self, trees: Sequence[TokenTree], rows: Collection[int]) -> list[float]:
         """Accepted tokens to expect of each size, on average over the groups of rows."""

@@ -256,6 +256,8 @@ def _decode(
         draft=named,
         context=max(prompt.real_tokens),
         learns=trial is not None,
+        # Its window is read for what the target says of it.
+        confident="lookahead" not in config.sources,
         depth_control=config.depth_control,
         depth_options=config.depth_settings,
     )

@@ -345,3 +345,18 @@ def test_the_map_of_confidence_is_worth_its_while() -> None:
     without = policy(cheap=True)
     without.confidence.learn = lambda: None  # type: ignore[method-assign]
     assert learnt.rate > 1.1 * world().run(without, 1500).rate
+
+
+def test_worth_that_is_no_confidence_is_left_as_it_is() -> None:
+    """Two nodes beside the chain are never right, and are worth reading for what the target says of them."""
+    for confident in (True, False):
+        chooser = SizePolicy(LIMITS, fallback="auto", cheap=True, in_step=True, batch=1, confident=confident)
+        text, scores = [0], (0.0, log(0.9), log(0.6), log(0.59))
+        for _ in range(40):
+            last = text[-1]
+            tree = TokenTree((last, last + 1, WRONG, WRONG - 1), (-1, 0, 0, 0), scores)
+            (scored,) = chooser.cut([tree], {0: len(text)}, [len(text)])
+            text.extend(range(last + 1, last + 2 + bool(scored.drafted)))
+            chooser.observe(trees={0: scored}, seconds=flat(scored.drafted), texts={0: text})
+        assert scored.scores is not None and (scored.scores == scores[: len(scored)]) == (not confident)
+        assert (chooser.limits().ranks is None) == (not confident)
