@@ -81,18 +81,22 @@ def calibrate(
         sizes.append(max_nodes)
     _check(inner, max_nodes=max_nodes, contexts=contexts, batches=batches, repeats=repeats, rounds=len(sizes))
     tell = report or (lambda step: None)
+    own = tree_config or TreeConfig(max_nodes=max_nodes)
+    trees = TreeConfig(
+        max_nodes=max_nodes, max_depth=_DEPTH, max_children=4, fallback="off", kv_cache=own.kv_cache,
+        attention=own.attention,
+    )  # fmt: skip
     with _enabled(model):
         timings = []
         for batch in dict.fromkeys(batches):
             for context in dict.fromkeys(contexts):
                 tell(f"costs: batch {batch}, context {context}")
-                timings += _timed(model, inner, sizes, repeats, batch, context, support.route.by_paths)
-        setting = setting_of(inner, support.route.value, inner.device)
+                timings += _timed(model, inner, sizes, repeats, (batch, context), trees, support.route.by_paths)
+        setting = setting_of(inner, support.route.value, inner.device, own.kv_cache)
         drafted: dict[str, Any] = {}
         if prompts:
-            config = tree_config or TreeConfig(max_nodes=max_nodes)
             arguments = {"max_new_tokens": max_new_tokens, **call}
-            drafted = _drafted(model, prompts, draft_model, config, arguments, timings, tell)
+            drafted = _drafted(model, prompts, draft_model, own, arguments, timings, tell)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     found = Calibration(setting=setting, timings=tuple(timings), measured=now, **{"draft": "", **drafted})
     if keep:
@@ -133,11 +137,17 @@ def _enabled(model: Any) -> Iterator[None]:
 
 
 def _timed(
-    model: Any, inner: Any, sizes: Sequence[int], repeats: int, batch: int, context: int, by_paths: bool
+    model: Any,
+    inner: Any,
+    sizes: Sequence[int],
+    repeats: int,
+    shape: tuple[int, int],
+    config: TreeConfig,
+    by_paths: bool,
 ) -> list[Timing]:
+    batch, context = shape
     vocab = min(_compat.vocabulary_size(inner), _compat.embedding_rows(inner))
     source = SizedTrees(sizes, repeats, by_paths=by_paths, vocab_size=vocab)
-    config = TreeConfig(max_nodes=max(sizes), max_depth=_DEPTH, max_children=4, fallback="off")
     room = _rounds(len(sizes), repeats)
     for seed in range(_ATTEMPTS):
         if not source.rounds_left:

@@ -25,20 +25,20 @@ def known_costs(request: Request, named: str) -> Costs:
         named: the draft, see `draft_name`.
     """
     target, device = request.target, request.input_ids.device
-    rows, route = int(request.input_ids.shape[0]), request.route.value
+    rows, kv_cache = int(request.input_ids.shape[0]), request.tree_config.kv_cache
     key = CostKey(
         batch=_rounded(rows),
         dtype=_dtype(target),
         device=str(device),
         attention=_compat.attention_implementation(target),
-        route=route,
+        route=_way(request.route.value, kv_cache),
         threads=_threads(device),
         draft=named,
     )
 
     def begin(key: CostKey) -> Costs:
         costs = Costs()
-        for curve in find_measured(setting_of(target, route, device)):
+        for curve in find_measured(setting_of(target, request.route.value, device, kv_cache)):
             if _rounded(curve.batch) == key.batch and curve.draft in ("", named):
                 costs.assume(curve.context, target=curve.target, drafting=curve.drafting or {})
         return costs
@@ -46,8 +46,15 @@ def known_costs(request: Request, named: str) -> Costs:
     return costs_of(target, key, begin)
 
 
-def setting_of(target: PreTrainedModel, route: str, device: torch.device) -> Setting:
-    """What the costs of a target hold for."""
+def setting_of(target: PreTrainedModel, route: str, device: torch.device, kv_cache: str = "auto") -> Setting:
+    """What the costs of a target hold for.
+
+    Args:
+        target: the model.
+        route: how trees enter it.
+        device: where it lies.
+        kv_cache: `TreeConfig.kv_cache`.
+    """
     return Setting(
         model=_compat.class_name(target),
         config=_compat.config_hash(target),
@@ -55,7 +62,7 @@ def setting_of(target: PreTrainedModel, route: str, device: torch.device) -> Set
         dtype=_dtype(target),
         device=hardware_of(device),
         attention=_compat.attention_implementation(target),
-        route=route,
+        route=_way(route, kv_cache),
         threads=_threads(device),
         torch=torch.__version__,
         transformers=_compat.transformers_version(),
@@ -73,6 +80,11 @@ def draft_name(name: str, request: Request) -> str:
     if own is not None:
         return f"{name} {_compat.class_name(own)} {_count(own)}"
     return f"{name} without {','.join(map(str, request.skipped))}" if request.skipped else name
+
+
+def _way(route: str, kv_cache: str) -> str:
+    """The route, and the cache that is read on it where a call asks for one of the library's own."""
+    return route if kv_cache == "auto" else f"{route}, {kv_cache} cache"
 
 
 def _count(module: torch.nn.Module) -> int:

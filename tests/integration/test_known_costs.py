@@ -46,6 +46,9 @@ def test_a_call_begins_with_what_the_last_one_found_out(seen: list[Costs], tmp_p
     assert seen[0].at(20).target.known() and seen[0].at(20).due == 0
     enable(model).generate(ids, attention_mask=mask, tree_config=TreeConfig(fallback="off"), **ARGUMENTS)
     assert seen[4] is seen[0]
+    # Another cache is read at another cost.
+    model.generate(ids, attention_mask=mask, tree_config=TreeConfig(kv_cache="int8"), **ARGUMENTS)
+    assert seen[5] is not seen[0]
     # Nothing is written by calls.
     assert list(tmp_path.iterdir()) == []
 
