@@ -12,9 +12,7 @@ Exit status 1 means that a case is off by more than its limit, or that a mutant 
 """
 
 import argparse
-import importlib.util
 import json
-import shutil
 import sys
 import tempfile
 import time
@@ -27,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from attention_cases import CASES, Call, Case, expected, judge, make_call
 
-import treespec_kernels
+from mutants import mutant
 from treespec_kernels import _attention_launch
 from treespec_kernels._table import Tile
 
@@ -125,23 +123,9 @@ def check_inputs(seed: int, device: str) -> list[dict]:
 def check_mutants(seed: int, device: str) -> list[dict]:
     """Records of kernels whose source is broken; `ok` is that the case of the mutant fails."""
     records = []
-    source = Path(treespec_kernels.__file__).parent
     with tempfile.TemporaryDirectory() as folder:
         for name, (old, new, case_name) in MUTANTS.items():
-            package = Path(folder) / f"mutant_{name}"
-            shutil.copytree(source, package, ignore=shutil.ignore_patterns("__pycache__", "attention.py"))
-            (package / "__init__.py").write_text("")
-            files = [package / "_attention_kernel.py", package / "_attention_launch.py"]
-            texts = {file: file.read_text() for file in files if old in file.read_text()}
-            if len(texts) != 1:
-                raise SystemExit(f"the source of the mutant {name} is in {len(texts)} files; expected 1: {old}")
-            for file, text in texts.items():
-                file.write_text(text.replace(old, new))
-            sys.path.insert(0, folder)
-            try:
-                launcher = importlib.import_module(f"{package.name}._attention_launch")
-            finally:
-                sys.path.remove(folder)
+            launcher = mutant(Path(folder), name, old, new, "_attention_launch")
             case = CASE[case_name]
             call = make_call(case, seed, device)
             record = judge(case, run(case, call, launcher), expected(call))

@@ -3,9 +3,7 @@
 Shapes: B batch rows, H query heads, G key heads, N tree nodes, S slots, D head dimension.
 """
 
-import importlib.metadata
 import importlib.util
-import json
 import math
 import os
 import subprocess
@@ -16,22 +14,10 @@ import pytest
 import torch
 
 import treespec_kernels
+from kernel_scripts import child_environment, interpreted_records, load_script
 from treespec_kernels import tree_attention, tree_attention_reference
 
-GPU = Path(__file__).parents[1] / "gpu"
-PACKAGE = Path(treespec_kernels.__file__).parent
-
-
-def _load(name: str):
-    spec = importlib.util.spec_from_file_location(name, GPU / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    # dataclasses looks a class's module up by name.
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-CASES = _load("attention_cases")
+CASES = load_script("attention_cases")
 MUTANTS = (
     *("ancestor_lost", "stranger_seen", "padding_seen", "padding_too_long", "prefix_too_long"),
     *("values_without_mask", "value_scales_without_mask", "value_scales_missing", "no_gain", "key_scales_missing"),
@@ -44,33 +30,10 @@ MUTANTS = (
 # -- the kernel in Triton's interpreter ---------------------------------------------------------------------------
 
 
-def _records(folder: Path, *arguments: str) -> dict[str, dict]:
-    """Records of the device script, run on the CPU, by name.
-
-    In a child process: the interpreter is chosen for the whole of it, when the kernels are imported.
-    """
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is not installed")
-    versions = (importlib.metadata.version(name).split(".")[:2] for name in ("triton", "numpy"))
-    triton, numpy = (tuple(int(part) for part in version) for version in versions)
-    if triton < (3, 9) and numpy >= (2, 4):
-        pytest.skip("the interpreter of triton < 3.9 cannot run a loop with numpy >= 2.4")
-    output = folder / "records.json"
-    path = os.pathsep.join(filter(None, (str(PACKAGE.parent), os.environ.get("PYTHONPATH"))))
-    child = subprocess.run(
-        [sys.executable, str(GPU / "attention_device.py"), "--device", "cpu", "--json", str(output), *arguments],
-        env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
-    assert output.exists(), child.stdout + child.stderr
-    return {record["name"]: record for record in json.loads(output.read_text())}
-
-
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    return _records(tmp_path_factory.mktemp("attention"))
+    records = interpreted_records("attention_device", tmp_path_factory.mktemp("attention"))
+    return {record["name"]: record for record in records}
 
 
 @pytest.mark.parametrize("name", [case.name for case in CASES.CASES if not case.slow])
@@ -92,9 +55,9 @@ def test_every_record_is_asked_for(interpreted: dict) -> None:
 
 @pytest.mark.slow
 def test_interpreted_kernel_at_real_sizes(tmp_path: Path) -> None:
-    records = _records(tmp_path, "--slow")
+    records = interpreted_records("attention_device", tmp_path, "--slow")
     assert len(records) == 12
-    assert not [record for record in records.values() if not record["ok"]]
+    assert not [record for record in records if not record["ok"]]
 
 
 # -- the reference ------------------------------------------------------------------------------------------------
@@ -293,10 +256,9 @@ except ImportError as error:
 
 
 def test_without_triton_auto_runs_torch_and_triton_names_the_extra() -> None:
-    path = os.pathsep.join(filter(None, (str(PACKAGE.parent), os.environ.get("PYTHONPATH"))))
     child = subprocess.run(
         [sys.executable, "-c", WITHOUT_TRITON],
-        env={**os.environ, "PYTHONPATH": path},
+        env=child_environment(),
         capture_output=True,
         text=True,
         timeout=120,

@@ -71,7 +71,7 @@ def _attend(
     """One step of the running softmax over a tile of keys.
 
     `loaded` [BLOCK_N] guards every load: a weight of zero does not silence a NaN in memory that nobody wrote.
-    `allowed` [BLOCK_M, BLOCK_N] is who sees whom. `peak` is the largest score so far in units of log2.
+    `allowed`, which broadcasts to [BLOCK_M, BLOCK_N], is who sees whom. `peak` is the largest score so far, in log2.
     """
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -99,7 +99,7 @@ def _attend(
 
 @triton.jit
 def _with_sink(peak, total, acc, sink):
-    """The running softmax after one more key of score `sink` (in units of log2) and value zero."""
+    """The running softmax after one more key of score `sink` (in log2) and value zero."""
     new_peak = tl.maximum(peak, sink)
     fade = tl.exp2(peak - new_peak)
     return new_peak, total * fade + tl.exp2(sink - new_peak), acc * fade[:, None]
@@ -157,14 +157,14 @@ def tree_attention_kernel(
     splits = tl.num_programs(1)
     # 64-bit offsets: a storage may hold more than 2**31 elements.
     batch = (tl.program_id(2) // heads_kv).to(tl.int64)
-    kv_head = (tl.program_id(2) % heads_kv).to(tl.int64)
+    kv_head = tl.program_id(2) % heads_kv
 
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_ok = row < n_nodes * group
     node = row // group
     head = kv_head * group + row % group
     d = tl.arange(0, BLOCK_D)
-    q_rows = q + batch * q_stride_b + head * q_stride_h + node * q_stride_n
+    q_rows = q + batch * q_stride_b + head.to(tl.int64) * q_stride_h + node.to(tl.int64) * q_stride_n
     tile_q = tl.load(q_rows[:, None] + d[None, :], mask=row_ok[:, None] & (d < D)[None, :], other=0.0)
     if WIDE:
         tile_q = tile_q.to(tl.float32)
@@ -189,8 +189,8 @@ def tree_attention_kernel(
     begin = tl.minimum(split * share, tiles)
     end = tl.minimum(begin + share, tiles)
 
-    keys = k + batch * k_stride_b + kv_head * k_stride_h
-    values = v + batch * v_stride_b + kv_head * v_stride_h
+    keys = k + batch * k_stride_b + kv_head.to(tl.int64) * k_stride_h
+    values = v + batch * v_stride_b + kv_head.to(tl.int64) * v_stride_h
     # Without scales these stay None, which the helper leaves out when it is compiled.
     key_scales = k_scale
     value_scales = v_scale
@@ -207,7 +207,8 @@ def tree_attention_kernel(
     for tile in range(begin, tl.minimum(end, prefix_tiles)):
         slot = origin + tile * BLOCK_N
         loaded = (slot + column >= first) & (slot + column < length)
-        allowed = loaded[None, :] & row_ok[:, None]
+        # Rows beyond the last one attend like any other; they are not stored.
+        allowed = loaded[None, :]
         if HAS_WINDOW:
             allowed = allowed & ((slot + column)[None, :] > (length + level - window)[:, None])
         far = slot.to(tl.int64)

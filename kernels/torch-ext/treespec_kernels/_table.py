@@ -40,7 +40,7 @@ _SMALL: _Rows = ((16, Tile(16, 64, 4, 2)), (32, Tile(32, 64, 4, 2)))
 _NARROW: _Rows = (*_SMALL, (None, Tile(64, 64, 8, 2)))
 _BROAD: _Rows = (*_SMALL, (128, Tile(64, 64, 8, 2)), (None, Tile(128, 64, 8, 2)))
 _DEEP: _Rows = ((16, Tile(16, 32, 4, 2)), (32, Tile(32, 32, 4, 2)), (None, Tile(64, 32, 8, 2)))
-_DEEPEST: _Rows = ((16, Tile(16, 32, 8, 1)), (None, Tile(32, 32, 8, 1)))
+_DEEPEST: _Rows = ((16, Tile(16, 32, 8, 1)), (None, Tile(32, 16, 8, 1)))
 _AMD: _Rows = ((16, Tile(16, 32, 4, 2)), (32, Tile(32, 32, 4, 2)), (None, Tile(64, 32, 8, 2)))
 
 TABLE: dict[tuple[str, int], _Rows] = {
