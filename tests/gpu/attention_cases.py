@@ -53,9 +53,8 @@ class Case:
     slow: bool = False
 
 
-def _features(**changes: Any) -> dict[str, Any]:
-    """All that may be combined, together."""
-    return {"start": (5, 0), "window": 9, "softcap": 20.0, "sinks": True, "splits": 2, "nodes": 7, **changes}
+# All that may be combined, together.
+EVERYTHING = {"start": (5,), "window": 9, "softcap": 20.0, "sinks": True, "splits": 2, "nodes": 7, "prefix": (29,)}
 
 
 CASES = (
@@ -116,7 +115,7 @@ CASES = (
     # Weights times scales of these would be subnormal in float16.
     Case(name="small_values_int8", kv="int8", value_size=0.001),
     *(
-        Case(name=f"all_{dtype}_{kv}", dtype=dtype, kv=kv, **_features())
+        Case(name=f"all_{dtype}_{kv}", dtype=dtype, kv=kv, **EVERYTHING)
         for dtype in DTYPES
         for kv in ("dense", "int8", "fp8", "bits")
     ),

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,19 +65,24 @@ def variants() -> list[Variant]:
     """What the report holds: every tile of the table with every storage that its family loads.
 
     Head dimensions below 64 have the tiles of 64 and need less of everything, so that one of each stands for them.
+    gfx9 is slow to compile, and has its largest tiles alone.
     """
     found = []
     for (family, head_dim), rows in TABLE.items():
         if head_dim < 64:
             found.append(Variant(family, head_dim, rows[-1][1], "int8"))
             continue
-        kinds = ("dense", "int8", "bits" if family in ("sm80", "gfx9") else "fp8")
+        if family == "gfx9":
+            found += [Variant(family, head_dim, rows[-1][1], kv) for kv in ("dense", "int8", "bits")]
+            continue
+        kinds = ("dense", "int8", "bits" if family == "sm80" else "fp8")
         for _, tile in rows:
             found += [Variant(family, head_dim, tile, kv) for kv in kinds]
         found.append(Variant(family, head_dim, rows[-1][1], "dense", features=True, split=False))
     found += [
         Variant(family, head_dim, WIDE_TABLE[head_dim], kv, query="fp32")
         for family in FAMILIES
+        if family != "gfx9"
         for head_dim, kv in ((64, "dense"), (128, "dense"), (256, "dense"), (512, "dense"), (128, "int8"))
     ]
     return found
@@ -200,30 +205,23 @@ def main() -> int:
     for variant in wanted:
         began = time.perf_counter()
         found = resources(compile_variant(variant))
-        tile = asdict(variant.tile)
-        row = {
-            "triton": triton.__version__,
-            "family": variant.family,
-            "query": variant.query,
-            "kv": variant.kv,
-            "head_dim": variant.head_dim,
-            **tile,
-            "features": int(variant.features),
-            "split": int(variant.split),
-            **found,
-        }
-        rows.append(row)
+        rows.append({"triton": triton.__version__, "variant": variant.name, **found})
         print(f"{variant.name:40} {found} {time.perf_counter() - began:.1f} s", flush=True)
     if args.csv and rows:
-        kept = []
-        if args.csv.exists():
-            with args.csv.open() as file:
-                kept = [row for row in csv.DictReader(file) if row["triton"] != triton.__version__]
-        with args.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(sorted(kept + rows, key=lambda row: str(row["triton"])))
+        write_rows(args.csv, rows)
     return 0
+
+
+def write_rows(path: Path, rows: list[dict]) -> None:
+    """Rows of the file for other versions of triton stay."""
+    kept = []
+    if path.exists():
+        with path.open() as file:
+            kept = [row for row in csv.DictReader(file) if row["triton"] != triton.__version__]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(sorted(kept + rows, key=lambda row: str(row["triton"])))
 
 
 if __name__ == "__main__":

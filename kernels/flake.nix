@@ -1,0 +1,7 @@
+{
+  description = "Triton kernels for tree speculative decoding";
+
+  inputs.kernel-builder.url = "github:huggingface/kernels";
+
+  outputs = { self, kernel-builder }: kernel-builder.lib.genKernelFlakeOutputs { inherit self; path = ./.; };
+}
