@@ -35,7 +35,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "depth_control": tuple(DEPTH_OPTIONS),
     "verification": (COUPLED, *RULES),
     "kv_cache": ("auto", "dense", "int8", "fp8"),
-    "attention": ("auto", "sdpa", "eager"),
+    "attention": ("auto", "sdpa", "eager", "treespec"),
     "fallback": ("auto", "off"),
     "on_stateful_processor": ("in_step", "error"),
 }
@@ -113,8 +113,10 @@ class TreeConfig:
             and ``"fp8"``: a `hf_treespec.TreeCache` of that storage, which the call returns in place of a
             `DynamicCache`; the text over 8 bits is that of plain decoding over the same storage.
         attention: ``"auto"`` uses the model's own sdpa or eager attention; ``"sdpa"`` or ``"eager"`` switches the
-            model for the call and back, for models loaded with an attention that takes no tree mask. The switch is in
-            the model's config: no other thread may run the model during such a call.
+            model for the call and back, for models loaded with an attention that takes no tree mask; ``"treespec"``
+            reads the target's trees by the kernel of `treespec_kernels` (on a GPU with the extra ``kernels``; by its
+            torch reference elsewhere), and all else by the model's own. A switch is in the model's config: no other
+            thread may run the model during such a call.
         seed: integer in [0, 2**63) that fixes the noise under `do_sample=True`; None draws one from torch's global
             generator, so `torch.manual_seed` governs it.
         fallback: ``"auto"`` measures rounds and scores the size of tree, up to `max_nodes`, that brings the most

@@ -37,17 +37,22 @@ def child_environment(**variables: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
 
 
-def interpreted_records(script: str, folder: Path, *arguments: str) -> list[dict[str, Any]]:
-    """Records of a device script, run on the CPU; skips where no interpreter can run it.
-
-    In a child process: the interpreter is chosen for the whole of it, when the kernels are imported.
-    """
+def skip_without_interpreter() -> None:
+    """Skips where no interpreter of Triton runs."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
     versions = (importlib.metadata.version(name).split(".")[:2] for name in ("triton", "numpy"))
     triton, numpy = (tuple(int(part) for part in version) for version in versions)
     if triton < (3, 9) and numpy >= (2, 4):
         pytest.skip("the interpreter of triton < 3.9 cannot run a loop with numpy >= 2.4")
+
+
+def interpreted_records(script: str, folder: Path, *arguments: str) -> list[dict[str, Any]]:
+    """Records of a device script, run on the CPU; skips where no interpreter can run it.
+
+    In a child process: the interpreter is chosen for the whole of it, when the kernels are imported.
+    """
+    skip_without_interpreter()
     output = folder / "records.json"
     child = subprocess.run(
         [sys.executable, str(GPU / f"{script}.py"), "--device", "cpu", "--json", str(output), *arguments],

@@ -26,10 +26,13 @@ from transformers.generation.stopping_criteria import (
 
 from hf_treespec._compat.attention import (
     MASK_IMPLEMENTATIONS,
+    add_attention,
+    attention_function_of,
     attention_implementation,
     attention_implementations,
     custom_attention,
     mask_function_of,
+    mask_window,
     register_mask_function,
     switch_attention,
 )
@@ -188,7 +191,9 @@ __all__ = [
     "StaticSlidingWindowLayer",
     "StopStringCriteria",
     "accepts_position_ids",
+    "add_attention",
     "assistant_sizes",
+    "attention_function_of",
     "attention_implementation",
     "attention_implementations",
     "block_forward",
@@ -255,6 +260,7 @@ __all__ = [
     "make_mtp_cache",
     "mask_function_of",
     "mask_length",
+    "mask_window",
     "max_positions",
     "max_sequence",
     "model_forward",

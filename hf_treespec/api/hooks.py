@@ -19,13 +19,14 @@ from hf_treespec.api.assistants import (
 )
 from hf_treespec.api.draft_support import draft_support
 from hf_treespec.api.heads import check_head, drafts_blocks, find_head, is_head
+from hf_treespec.api.kernel_probe import check_kernel
 from hf_treespec.api.kv_probe import kv_cache_fault
 from hf_treespec.api.layer_drafts import check_layer_draft, draft_layers, with_early_exit
 from hf_treespec.api.modes import refuse_modes, refuse_paged
 from hf_treespec.api.mtp import with_mtp
 from hf_treespec.api.outliers import has_shared_outliers
 from hf_treespec.api.support import is_supported, path_traits, require_support, routed, unwrap
-from hf_treespec.attention import check_attention
+from hf_treespec.attention import KERNEL, check_attention
 from hf_treespec.config import TreeConfig
 from hf_treespec.engine import (
     Request,
@@ -137,6 +138,8 @@ def _validate_mode(
     check_kv_cache(model, config.kv_cache, route, generation_config.cache_implementation)
     if config.kv_cache != "auto" and (fault := kv_cache_fault(model, config.kv_cache)):
         raise UnsupportedCallError(f"TreeConfig(kv_cache={config.kv_cache!r}) for {type(model).__name__}: {fault}")
+    if config.attention == KERNEL:
+        check_kernel(model, route)
     if route.by_paths:
         check_path_settings(generation_config)
     else:

@@ -19,10 +19,12 @@ from transformers import PreTrainedModel
 
 from hf_treespec import _compat
 from hf_treespec.api.probe import FAILURES, evaluation
-from hf_treespec.attention import chooses_keys
+from hf_treespec.attention import KERNEL, chooses_keys
+from hf_treespec.errors import UnsupportedModelError
+from hf_treespec.routes import Route
 from hf_treespec.twin import is_twin
 
-__all__ = ["takes_custom_attention"]
+__all__ = ["check_kernel", "takes_custom_attention"]
 
 _NAME = "hf_treespec_probe"
 _PROMPT = (4, 3, 1, 2, 3, 1, 0, 2, 4, 1)
@@ -33,6 +35,26 @@ _LOW_PRECISION_TOLERANCE = 0.05
 _REMEMBERED = 64
 _LOCK = threading.Lock()
 _ANSWERS: OrderedDict[tuple[Any, ...], str | None] = OrderedDict()
+
+
+def check_kernel(model: PreTrainedModel, route: Route) -> None:
+    """Refuse a target whose trees the kernel cannot read.
+
+    Raises:
+        UnsupportedModelError: naming the reason and what to do.
+    """
+    if not route.masked:
+        reason = f"trees enter it by the route {route.value!r}, and the kernel takes all nodes in one row"
+    elif route is Route.ALIBI:
+        reason = "its attention has a bias by distance"
+    elif len(set(_compat.attention_implementations(model).values())) > 1:
+        reason = "its parts run different attentions"
+    else:
+        reason = takes_custom_attention(model)
+    if reason is not None:
+        raise UnsupportedModelError(
+            f"TreeConfig(attention={KERNEL!r}) with {type(model).__name__}: {reason}. Leave attention at 'auto'"
+        )
 
 
 def takes_custom_attention(model: PreTrainedModel) -> str | None:
@@ -62,8 +84,9 @@ def _tried(model: PreTrainedModel) -> str | None:
         return "its attention chooses keys by itself, and only under the names that it knows"
     if _compat.embedding_rows(model) <= max(_PROMPT):
         return f"its vocabulary of {_compat.embedding_rows(model)} ids is too small for the probe"
+    own_name = _compat.attention_implementation(model)
     ids = torch.tensor([_PROMPT], device=model.device)
-    attend = _Attention()
+    attend = _Attention(own_name)
     try:
         with evaluation(model):
             own = _logits(model, ids)
@@ -77,6 +100,10 @@ def _tried(model: PreTrainedModel) -> str | None:
         return f"the probe forward raised {type(error).__name__}: {error}"
     if not attend.calls:
         return "its attention is not dispatched by name"
+    if attend.uneven:
+        return "its keys and values differ in size"
+    if attend.lost:
+        return "its eager attention is no function beside its class"
     if attend.strange:
         return f"its attention is also told {', '.join(sorted(attend.strange))}"
     off, size = float((other - own).abs().max()), float(own.abs().max())
@@ -93,9 +120,12 @@ def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 class _Attention:
     """Attention as a kernel would compute it: grouped heads, a mask, scaling, a soft cap, sinks."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: str) -> None:
+        self._own = own
         self.calls = 0
         self.strange: set[str] = set()
+        self.uneven = False
+        self.lost = False
 
     def __call__(
         self,
@@ -111,6 +141,8 @@ class _Attention:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         self.calls += 1
+        self.uneven |= key.shape[-1] != value.shape[-1]
+        self.lost |= self._own == "eager" and _compat.attention_function_of(self._own, module) is None
         self.strange |= {
             name for name, given in kwargs.items() if isinstance(given, Tensor) and name not in _UNDERSTOOD
         }

@@ -40,7 +40,8 @@ class TreeContext:
         keys: slots of a layer that forgets nothing, with this forward's and any spare ones; None if not known.
         shorter_B: int64, how many slots the committed part of each row is shorter than `base`, where the tree of each
             begins right behind it; None if all are as long.
-        seen: what corrections by depth keep from one forward of this tree for the next.
+        seen: what corrections by depth, and the kernels, keep from one layer or forward of this tree for the next.
+        padded_left: whether what is masked of the committed slots of each row lies before all others.
     """
 
     base: int
@@ -49,7 +50,8 @@ class TreeContext:
     visible_BQM: Tensor
     keys: int | None = None
     shorter_B: Tensor | None = None
-    seen: dict[int, Any] = field(default_factory=dict)
+    seen: dict[Any, Any] = field(default_factory=dict)
+    padded_left: bool = False
 
 
 _ACTIVE: ContextVar[TreeContext | None] = ContextVar("hf_treespec_tree", default=None)

@@ -7,12 +7,13 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from hf_treespec import _compat
+from hf_treespec.attention.kernel import KERNEL, kernel_attention
 from hf_treespec.errors import UnsupportedCallError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["attention_for_probes", "attention_for_trees", "check_attention"]
+__all__ = ["attention_for_drafts", "attention_for_probes", "attention_for_trees", "check_attention"]
 
 
 def check_attention(model: PreTrainedModel, wanted: str) -> None:
@@ -22,7 +23,7 @@ def check_attention(model: PreTrainedModel, wanted: str) -> None:
         UnsupportedCallError: naming the attention and what to do.
     """
     own = _compat.attention_implementation(model)
-    if wanted == "auto" and own not in _compat.MASK_IMPLEMENTATIONS:
+    if wanted in ("auto", KERNEL) and own not in _compat.MASK_IMPLEMENTATIONS:
         raise UnsupportedCallError(
             f"{type(model).__name__} runs attn_implementation={own!r}, which takes no tree mask; expected one of "
             f"{_compat.MASK_IMPLEMENTATIONS}. Load the model with attn_implementation='sdpa', or pass "
@@ -36,15 +37,24 @@ def attention_for_trees(model: PreTrainedModel, wanted: str) -> Iterator[None]:
 
     Args:
         model: target or draft.
-        wanted: "auto" for the model's own, else "sdpa" or "eager".
+        wanted: "auto" for the model's own, "treespec" for the kernel, else "sdpa" or "eager".
 
     Raises:
-        UnsupportedCallError: with "auto" for a model whose own attention cannot take a tree mask.
+        UnsupportedCallError: with "auto" and "treespec" for a model whose own attention cannot take a tree mask.
     """
     check_attention(model, wanted)
     own = _compat.attention_implementation(model)
+    if wanted == KERNEL:
+        with kernel_attention(model):
+            yield
+        return
     with _compat.switch_attention(model, own if wanted == "auto" else wanted):
         yield
+
+
+def attention_for_drafts(model: PreTrainedModel, wanted: str) -> AbstractContextManager[None]:
+    """`attention_for_trees` for a draft: it reads a level at a time, for which the kernel was not made."""
+    return attention_for_trees(model, "auto" if wanted == KERNEL else wanted)
 
 
 def attention_for_probes(model: PreTrainedModel) -> AbstractContextManager[None]:

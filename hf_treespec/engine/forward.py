@@ -58,6 +58,8 @@ class TargetForward:
         # Inputs may lie on the host while the model does not.
         self._last_positions = last_positions.to(_compat.input_device(model, last_positions.device))
         self._prompt_mask = prompt_mask_BP
+        # Read once a call. Rows that fall behind get gaps before their text, so that nothing changes in it.
+        self._padded_left = prompt_mask_BP is None or not bool((prompt_mask_BP.diff(dim=1) < 0).any())
         self._kwargs = passed_on(model_kwargs)
         self._cache_kwarg = _compat.cache_kwarg(model)
         self._states = states
@@ -161,6 +163,7 @@ class TargetForward:
                 visible_BQM=layout.ancestors_BNN(),
                 keys=self.rows.capacity or self.rows.physical + nodes,
                 shorter_B=shorter,
+                padded_left=self._padded_left,
             )
         # With a static cache the inputs come with their masks.
         with tree_forward_context(context):

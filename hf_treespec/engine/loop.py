@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from hf_treespec import _compat
-from hf_treespec.attention import attention_for_trees, counted_by_depth, tree_masks, within_reach
+from hf_treespec.attention import attention_for_drafts, attention_for_trees, counted_by_depth, tree_masks, within_reach
 from hf_treespec.cache import (
     check_readable,
     check_windows,
@@ -137,9 +137,9 @@ def _prepared(model: PreTrainedModel, request: Request) -> Iterator[None]:
         if request.route.masked or request.tree_config.attention != "auto":
             stack.enter_context(attention_for_trees(model, request.tree_config.attention))
         if request.assistant_model is not None and request.assistant_model is not model:
-            stack.enter_context(attention_for_trees(request.assistant_model, request.tree_config.attention))
+            stack.enter_context(attention_for_drafts(request.assistant_model, request.tree_config.attention))
         if request.head is not None and request.head.drafter is not None:
-            stack.enter_context(attention_for_trees(request.head.drafter, request.tree_config.attention))
+            stack.enter_context(attention_for_drafts(request.head.drafter, request.tree_config.attention))
         stack.enter_context(tree_masks())
         if request.layers is not None:
             stack.enter_context(skippable(model, request.layers, request.skipped))

@@ -39,7 +39,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "typical-lossy",
     ),  # fmt: skip
     "kv_cache": ("auto", "dense", "int8", "fp8"),
-    "attention": ("auto", "sdpa", "eager"),
+    "attention": ("auto", "sdpa", "eager", "treespec"),
     "fallback": ("auto", "off"),
     "on_stateful_processor": ("in_step", "error"),
 }
