@@ -79,6 +79,8 @@ slow-part: setup
 	.venv/bin/pytest -m "slow and not gpu" --slow-part $(SLOW_PART) $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 gpu: setup
+	.venv/bin/python tests/gpu/attention_device.py
+	.venv/bin/python tests/gpu/append_device.py
 	.venv/bin/python tests/gpu/commit_device.py
 
 clean:

@@ -43,6 +43,7 @@ def check_kernel(model: PreTrainedModel, route: Route) -> None:
     Raises:
         UnsupportedModelError: naming the reason and what to do.
     """
+    reason: str | None
     if not route.masked:
         reason = f"trees enter it by the route {route.value!r}, and the kernel takes all nodes in one row"
     elif route is Route.ALIBI:

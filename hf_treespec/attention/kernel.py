@@ -108,8 +108,9 @@ def _packed(visible_BNM: Tensor) -> Tensor:
     """Words `[B, N, W]` of bools."""
     words = -(-visible_BNM.shape[-1] // 64)
     padded = torch.nn.functional.pad(visible_BNM, (0, 64 * words - visible_BNM.shape[-1]))
-    bits = padded.unflatten(-1, (words, 64)).long() << torch.arange(64, device=visible_BNM.device)
-    return bits.sum(-1)
+    lanes = padded.reshape(*visible_BNM.shape[:2], words, 64).long()
+    # Bits of a word are different powers of two, the last one negative: their sum is the word.
+    return (lanes << torch.arange(64, device=visible_BNM.device)).sum(-1)
 
 
 def _attend(
@@ -138,6 +139,8 @@ def _attend(
         return attend(module, query, key, value, attention_mask, **given, **kwargs)
     from treespec_kernels import tree_attention
 
+    if key.dtype != query.dtype:
+        raise TreeSpecError(f"the kernel was given {query.dtype} queries and {key.dtype} keys, and no scales of these")
     prefix, window = plan.views[attention_mask.shape[1] - 1]
     query, key, value = (part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, value))
     device = query.device

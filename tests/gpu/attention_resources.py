@@ -2,8 +2,8 @@
 
     PYTHONPATH=kernels/torch-ext python tests/gpu/attention_resources.py --csv tests/gpu/attention_resources.csv
 
-compiles every tile of the table for every family and kind of storage, a hundred in some ten minutes. TRITON_INTERPRET
-must not be set. Columns of the table: registers of a thread, its STL and LDL instructions (spills) and stack in bytes,
+compiles the tiles of the tables for every family of devices, a hundred in some ten minutes. TRITON_INTERPRET must not
+be set. Columns of the table: registers of a thread, its STL and LDL instructions (spills) and stack in bytes,
 shared memory of a program in bytes, and which matrix unit multiplies.
 """
 
@@ -26,7 +26,7 @@ from triton.compiler import compile as compile_source
 
 from treespec_kernels._attention_kernel import merge_parts_kernel, tree_attention_kernel
 from treespec_kernels._attention_launch import BLOCK_P, HALF_GAIN
-from treespec_kernels._table import FAMILIES, TABLE, WIDE_TABLE, Tile
+from treespec_kernels._table import FAMILIES, HEAVY_TABLE, TABLE, WIDE_TABLE, Tile
 
 # Bytes that a program may have of the smallest device of each family (sm80 stands for 86 and 89 too).
 SHARED_LIMIT = {"sm80": 99 * 1024, "sm90": 227 * 1024, "sm100": 227 * 1024, "sm120": 99 * 1024, "gfx9": 64 * 1024}
@@ -62,29 +62,29 @@ class Variant:
 
 
 def variants() -> list[Variant]:
-    """What the report holds: every tile of the table with every storage that its family loads.
+    """What the report holds: every tile of the tables with int8, the largest with the other storages as well.
 
-    Head dimensions below 64 have the tiles of 64 and need less of everything, so that one of each stands for them.
-    gfx9 is slow to compile, and has its largest tiles alone.
+    Head dimensions below 128 have tiles of 128 and need less of everything: the largest stands for them. gfx9 is slow
+    to compile, and has its largest tiles alone.
     """
     found = []
     for (family, head_dim), rows in TABLE.items():
-        if head_dim < 64:
-            found.append(Variant(family, head_dim, rows[-1][1], "int8"))
+        last = rows[-1][1]
+        if family == "gfx9" or head_dim == 16:
+            found += [Variant(family, head_dim, last, "int8")] if head_dim != 32 else []
             continue
-        if family == "gfx9":
-            found += [Variant(family, head_dim, rows[-1][1], kv) for kv in ("dense", "int8", "bits")]
-            continue
-        kinds = ("dense", "int8", "bits" if family == "sm80" else "fp8")
-        for _, tile in rows:
-            found += [Variant(family, head_dim, tile, kv) for kv in kinds]
-        found.append(Variant(family, head_dim, rows[-1][1], "dense", features=True, split=False))
-    found += [
-        Variant(family, head_dim, WIDE_TABLE[head_dim], kv, query="fp32")
-        for family in FAMILIES
-        if family != "gfx9"
-        for head_dim, kv in ((64, "dense"), (128, "dense"), (256, "dense"), (512, "dense"), (128, "int8"))
-    ]
+        if head_dim >= 64:
+            tiles = [tile for _, tile in rows] if head_dim > 64 else [last]
+            found += [Variant(family, head_dim, tile, "int8") for tile in tiles]
+            found += [Variant(family, head_dim, last, kv) for kv in ("dense", "bits" if family == "sm80" else "fp8")]
+    for family in FAMILIES[:-1]:
+        for head_dim in (64, 128, 256, 512):
+            rows = HEAVY_TABLE[head_dim]
+            tiles = [tile for _, tile in rows] if head_dim > 64 else [rows[-1][1]]
+            found += [Variant(family, head_dim, tile, "int8", features=True, split=False) for tile in tiles]
+            found += [Variant(family, head_dim, rows[-1][1], "dense", features=True, split=False)]
+        found += [Variant(family, head_dim, WIDE_TABLE[head_dim], "dense", query="fp32") for head_dim in (128, 512)]
+        found.append(Variant(family, 128, WIDE_TABLE[128], "dense", query="fp32", features=True, split=False))
     return found
 
 

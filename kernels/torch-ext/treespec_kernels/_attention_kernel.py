@@ -59,19 +59,28 @@ def _attend(
     k_scale_stride_s,
     v_scale_stride_s,
     loaded,
-    allowed,
+    position,
+    oldest,
+    low,
+    high,
+    bit,
     scale,
     softcap,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GAIN: tl.constexpr,
+    TREE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
     """One step of the running softmax over a tile of keys.
 
-    `loaded` [BLOCK_N] guards every load: a weight of zero does not silence a NaN in memory that nobody wrote.
-    `allowed`, which broadcasts to [BLOCK_M, BLOCK_N], is who sees whom. `peak` is the largest score so far, in log2.
+    `loaded` [BLOCK_N] guards every load: a weight of zero does not silence a NaN in memory that nobody wrote. Who sees
+    whom is put together after the product, where it occupies registers for a moment only: a key no older than `oldest`
+    [BLOCK_M] by its `position` [BLOCK_N], and with TREE one whose bit is set in the row's words `low` and `high`, of
+    which `bit` is the first. Rows beyond the last one attend like any other; they are not stored. `peak` is the
+    largest score so far, in log2.
     """
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -83,7 +92,14 @@ def _attend(
     if HAS_SOFTCAP:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1), which is right at both infinities.
         score = softcap - 2.0 * softcap / (tl.exp2(score * (2.0 * LOG2E / softcap)) + 1.0)
-    score = tl.where(allowed, score * LOG2E, float("-inf"))
+    score = tl.where(loaded[None, :], score * LOG2E, float("-inf"))
+    if HAS_WINDOW:
+        score = tl.where(position[None, :] >= oldest[:, None], score, float("-inf"))
+    if TREE:
+        word = tl.broadcast_to(low[:, None], score.shape)
+        if BLOCK_N > 32:
+            word = tl.where(n[None, :] < 32, word, high[:, None])
+        score = tl.where(((word >> ((bit + n) % 32)[None, :]) & 1) != 0, score, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(score, 1))
     # A row that has seen nothing yet: -inf minus -inf would be NaN.
     safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -173,13 +189,14 @@ def tree_attention_kernel(
     first = length * 0
     if kv_start is not None:
         first = tl.load(kv_start + batch).to(tl.int32)
-    level = row * 0
+    oldest = row * 0
     if HAS_WINDOW:
         depths = depth + batch * depth_stride_b
         level = tl.load(depths + node, mask=row_ok, other=0).to(tl.int32)
         # No row of this program sees further back than its shallowest node.
         shallowest = tl.min(tl.where(row_ok, level, 2147483647), 0)
         first = tl.maximum(first, length + shallowest - window + 1)
+        oldest = length + level - window + 1
     first = tl.minimum(tl.maximum(first, 0), length)
     origin = (first // BLOCK_N) * BLOCK_N
 
@@ -207,10 +224,6 @@ def tree_attention_kernel(
     for tile in range(begin, tl.minimum(end, prefix_tiles)):
         slot = origin + tile * BLOCK_N
         loaded = (slot + column >= first) & (slot + column < length)
-        # Rows beyond the last one attend like any other; they are not stored.
-        allowed = loaded[None, :]
-        if HAS_WINDOW:
-            allowed = allowed & ((slot + column)[None, :] > (length + level - window)[:, None])
         far = slot.to(tl.int64)
         key_scales_tile = key_scales
         value_scales_tile = value_scales
@@ -232,31 +245,34 @@ def tree_attention_kernel(
             k_scale_stride_s,
             v_scale_stride_s,
             loaded,
-            allowed,
+            slot + column,
+            oldest,
+            node,
+            node,
+            0,
             scale,
             softcap,
             D,
             BLOCK_D,
             BLOCK_N,
             GAIN,
+            False,
+            HAS_WINDOW,
             HAS_SOFTCAP,
         )
 
     row_words = words + batch * words_stride_b + node * words_stride_n
-    for tile in range(tl.maximum(begin, prefix_tiles), end):
+    for tile in tl.range(tl.maximum(begin, prefix_tiles), end, num_stages=1):
         other = (tile - prefix_tiles) * BLOCK_N
         loaded = other + column < n_nodes
         # The words are read as halves of 32 bits, so that no shift needs 64.
         low = tl.load(row_words + other // 32, mask=row_ok, other=0)
-        word = tl.broadcast_to(low[:, None], (BLOCK_M, BLOCK_N))
+        high = low
         if BLOCK_N > 32:
             high = tl.load(row_words + other // 32 + 1, mask=row_ok, other=0)
-            word = tl.where(column[None, :] < 32, word, high[:, None])
-        allowed = ((word >> ((other + column) % 32)[None, :]) & 1) != 0
-        allowed = allowed & loaded[None, :]
+        position = column
         if HAS_WINDOW:
-            other_level = tl.load(depths + other + column, mask=loaded, other=0).to(tl.int32)
-            allowed = allowed & (level[:, None] - other_level[None, :] < window)
+            position = length + tl.load(depths + other + column, mask=loaded, other=0).to(tl.int32)
         far = (length + other).to(tl.int64)
         key_scales_tile = key_scales
         value_scales_tile = value_scales
@@ -278,13 +294,19 @@ def tree_attention_kernel(
             k_scale_stride_s,
             v_scale_stride_s,
             loaded,
-            allowed,
+            position,
+            oldest,
+            low,
+            high,
+            other,
             scale,
             softcap,
             D,
             BLOCK_D,
             BLOCK_N,
             GAIN,
+            True,
+            HAS_WINDOW,
             HAS_SOFTCAP,
         )
 

@@ -82,7 +82,8 @@ def launch(
     family, processors, native = _device_facts(q.device)
     block_d = next(size for size in HEAD_DIMS if size >= D)
     if tile is None:
-        tile = choose_tile(N * group, block_d, family, wide=q.dtype == torch.float32)
+        wide, heavy = q.dtype == torch.float32, window > 0 or softcap > 0
+        tile = choose_tile(N * group, block_d, family, wide=wide, heavy=heavy)
     row_blocks = triton.cdiv(N * group, tile.block_m)
     if not splits:
         splits = choose_splits(

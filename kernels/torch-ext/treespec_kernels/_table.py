@@ -7,7 +7,17 @@ refresh them. A key of the table is (family of devices, head dimension that is c
 import os
 from dataclasses import dataclass
 
-__all__ = ["FAMILIES", "HEAD_DIMS", "MAX_SPLITS", "TABLE", "WIDE_TABLE", "Tile", "choose_splits", "choose_tile"]
+__all__ = [
+    "FAMILIES",
+    "HEAD_DIMS",
+    "HEAVY_TABLE",
+    "MAX_SPLITS",
+    "TABLE",
+    "WIDE_TABLE",
+    "Tile",
+    "choose_splits",
+    "choose_tile",
+]
 
 MAX_SPLITS = 64
 OVERRIDE = "TREESPEC_ATTENTION_TILE"
@@ -40,7 +50,7 @@ _SMALL: _Rows = ((16, Tile(16, 64, 4, 2)), (32, Tile(32, 64, 4, 2)))
 _NARROW: _Rows = (*_SMALL, (None, Tile(64, 64, 8, 2)))
 _BROAD: _Rows = (*_SMALL, (128, Tile(64, 64, 8, 2)), (None, Tile(128, 64, 8, 2)))
 _DEEP: _Rows = ((16, Tile(16, 32, 4, 2)), (32, Tile(32, 32, 4, 2)), (None, Tile(64, 32, 8, 2)))
-_DEEPEST: _Rows = ((16, Tile(16, 32, 8, 1)), (None, Tile(32, 16, 8, 1)))
+_DEEPEST: _Rows = ((16, Tile(16, 16, 8, 1)), (None, Tile(32, 16, 8, 1)))
 _AMD: _Rows = ((16, Tile(16, 32, 4, 2)), (32, Tile(32, 32, 4, 2)), (None, Tile(64, 32, 8, 2)))
 
 TABLE: dict[tuple[str, int], _Rows] = {
@@ -51,16 +61,24 @@ TABLE: dict[tuple[str, int], _Rows] = {
     **{("gfx9", head_dim): _AMD for head_dim in (16, 32, 64, 128, 256)},
 }
 
+# Windows and soft caps take registers, on every family alike: by head dimension.
+_HEAVY: _Rows = ((16, Tile(16, 32, 4, 2)), (32, Tile(32, 32, 4, 2)), (None, Tile(64, 32, 8, 2)))
+HEAVY_TABLE: dict[int, _Rows] = {
+    **dict.fromkeys((16, 32, 64, 128), _HEAVY),
+    256: ((16, Tile(16, 32, 8, 2)), (None, Tile(32, 32, 8, 2))),
+    512: ((None, Tile(16, 16, 8, 1)),),
+}
+
 # float32 multiplies without matrix units and holds twice the bytes: by head dimension, for every family.
 WIDE_TABLE: dict[int, Tile] = {
     **dict.fromkeys((16, 32, 64), Tile(32, 32, 4, 1)),
-    128: Tile(16, 32, 4, 1),
+    128: Tile(16, 32, 8, 1),
     256: Tile(16, 32, 8, 1),
     512: Tile(16, 16, 8, 1),
 }
 
 
-def choose_tile(rows: int, head_dim: int, family: str, *, wide: bool) -> Tile:
+def choose_tile(rows: int, head_dim: int, family: str, *, wide: bool, heavy: bool) -> Tile:
     """The tile for a call; the environment variable `TREESPEC_ATTENTION_TILE` ("64,64,8,2") overrides it.
 
     Args:
@@ -68,6 +86,7 @@ def choose_tile(rows: int, head_dim: int, family: str, *, wide: bool) -> Tile:
         head_dim: compiled head dimension, one of `HEAD_DIMS`.
         family: one of `FAMILIES`.
         wide: whether the queries are float32.
+        heavy: whether there is a window or a soft cap.
 
     Raises:
         ValueError: the override is not four integers.
@@ -83,7 +102,8 @@ def choose_tile(rows: int, head_dim: int, family: str, *, wide: bool) -> Tile:
         return Tile(*(int(number) for number in numbers))
     if wide:
         return WIDE_TABLE[head_dim]
-    return next(tile for most, tile in TABLE[family, head_dim] if most is None or rows <= most)
+    table = HEAVY_TABLE[head_dim] if heavy else TABLE[family, head_dim]
+    return next(tile for most, tile in table if most is None or rows <= most)
 
 
 def choose_splits(*, programs: int, max_len: int, block_m: int, processors: int) -> int:
