@@ -47,6 +47,7 @@ HEAD_DIMS = (16, 32, 64, 128, 256, 512)
 # with wgmma or tcgen05 have registers left for 128 rows.
 _Rows = tuple[tuple[int | None, Tile], ...]
 _SMALL: _Rows = ((16, Tile(16, 64, 4, 2)), (32, Tile(32, 64, 4, 2)))
+_SHALLOW: _Rows = (*_SMALL, (None, Tile(64, 32, 8, 2)))
 _NARROW: _Rows = (*_SMALL, (None, Tile(64, 64, 8, 2)))
 _BROAD: _Rows = (*_SMALL, (128, Tile(64, 64, 8, 2)), (None, Tile(128, 64, 8, 2)))
 _DEEP: _Rows = ((16, Tile(16, 32, 4, 2)), (32, Tile(32, 32, 4, 2)), (None, Tile(64, 32, 8, 2)))
@@ -54,25 +55,27 @@ _DEEPEST: _Rows = ((16, Tile(16, 16, 8, 1)), (None, Tile(32, 16, 8, 1)))
 _AMD: _Rows = ((16, Tile(16, 32, 4, 2)), (32, Tile(32, 32, 4, 2)), (None, Tile(64, 32, 8, 2)))
 
 TABLE: dict[tuple[str, int], _Rows] = {
-    **{(family, head_dim): _NARROW for family in ("sm80", "sm120") for head_dim in (16, 32, 64, 128)},
-    **{(family, head_dim): _BROAD for family in ("sm90", "sm100") for head_dim in (16, 32, 64, 128)},
+    **{(family, head_dim): _SHALLOW for family in ("sm80", "sm90", "sm100", "sm120") for head_dim in (16, 32)},
+    **{(family, head_dim): _NARROW for family in ("sm80", "sm120") for head_dim in (64, 128)},
+    **{(family, head_dim): _BROAD for family in ("sm90", "sm100") for head_dim in (64, 128)},
     **{(family, 256): _DEEP for family in ("sm80", "sm90", "sm100", "sm120")},
     **{(family, 512): _DEEPEST for family in ("sm80", "sm90", "sm100", "sm120", "gfx9")},
     **{("gfx9", head_dim): _AMD for head_dim in (16, 32, 64, 128, 256)},
 }
 
 # Windows and soft caps take registers, on every family alike: by head dimension.
-_HEAVY: _Rows = ((16, Tile(16, 32, 4, 2)), (32, Tile(32, 32, 4, 2)), (None, Tile(64, 32, 8, 2)))
+_HEAVY_SMALL: _Rows = ((16, Tile(16, 32, 4, 2)), (32, Tile(32, 32, 4, 2)))
 HEAVY_TABLE: dict[int, _Rows] = {
-    **dict.fromkeys((16, 32, 64, 128), _HEAVY),
+    **dict.fromkeys((16, 32, 64), (*_HEAVY_SMALL, (None, Tile(64, 32, 4, 2)))),
+    128: (*_HEAVY_SMALL, (None, Tile(64, 32, 8, 2))),
     256: ((16, Tile(16, 32, 8, 2)), (None, Tile(32, 32, 8, 2))),
-    512: ((None, Tile(16, 16, 8, 1)),),
+    512: ((None, Tile(16, 32, 8, 1)),),
 }
 
 # float32 multiplies without matrix units and holds twice the bytes: by head dimension, for every family.
 WIDE_TABLE: dict[int, Tile] = {
     **dict.fromkeys((16, 32, 64), Tile(32, 32, 4, 1)),
-    128: Tile(16, 32, 8, 1),
+    128: Tile(16, 16, 4, 1),
     256: Tile(16, 32, 8, 1),
     512: Tile(16, 16, 8, 1),
 }
