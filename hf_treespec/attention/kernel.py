@@ -37,9 +37,9 @@ class _Plan:
 
     Args:
         words_BNW: packed ancestors.
-        views: of each kind of layer, the number of committed keys and the window. The tensor that such a layer gets as
-            its mask has as many channels as its place here, counted from one: that survives whatever a model or the
-            hooks of its modules do to masks.
+        views: of each kind of layer, the number of committed keys of the longest row and the window. The tensor that
+            such a layer gets as its mask has as many channels as its place here, counted from one: that survives
+            whatever a model or the hooks of its modules do to masks.
     """
 
     words_BNW: Tensor
@@ -100,8 +100,14 @@ def _starts(
         starts = torch.zeros(batch_size, dtype=torch.long, device=device)
     else:
         starts = (attention_mask.to(device) != 0).long().cumsum(-1).eq(0).sum(-1)
-    starts = (starts - kv_offset).clamp(0, prefix).int()
+    starts = torch.minimum((starts - kv_offset).clamp(min=0), _lengths(tree, prefix, starts)).int()
     return starts.view(-1, 1, 1, 1).expand(-1, plan.views.index((prefix, window)) + 1, 1, 1)
+
+
+def _lengths(tree: TreeContext, prefix: int, like: Tensor) -> Tensor:
+    """`[B]`, committed keys of each row: those of the longest are `prefix`."""
+    lengths = torch.full_like(like, prefix)
+    return lengths if tree.shorter_B is None else lengths - tree.shorter_B.to(lengths)
 
 
 def _packed(visible_BNM: Tensor) -> Tensor:
@@ -144,13 +150,14 @@ def _attend(
     prefix, window = plan.views[attention_mask.shape[1] - 1]
     query, key, value = (part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, value))
     device = query.device
+    starts = attention_mask[:, 0, 0, 0].to(device).contiguous()
     out = tree_attention(
         query,
         key,
         value,
         plan.words_BNW.to(device),
-        torch.full((len(query),), prefix, dtype=torch.int32, device=device),
-        kv_start=attention_mask[:, 0, 0, 0].to(device).contiguous(),
+        _lengths(tree, prefix, starts),
+        kv_start=starts,
         depth=tree.depths_BQ.to(device),
         scale=scaling,
         window=window,

@@ -80,6 +80,25 @@ def test_static_cache(calls: list[dict[str, Any]]) -> None:
     assert calls and pair.stats.accepted_tokens > 0
 
 
+@pytest.mark.parametrize("family", ["llama", *tiny.SLIDING])
+def test_rows_that_part_in_a_tree_cache(family: str, calls: list[dict[str, Any]]) -> None:
+    ids, mask = tiny.prompt(family, 3)
+    config = dataclasses.replace(KERNEL, kv_cache="dense")
+    pair = twice(ids, mask, family=family, config=config, max_new_tokens=20, **SAMPLED)
+    assert calls and pair.stats.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("storage", ["int8", "fp8"])
+def test_quantized_storage_gives_the_text_of_the_masks(storage: str, calls: list[dict[str, Any]]) -> None:
+    ids, mask = tiny.prompt("llama", 3)
+    texts = []
+    for attention in ("auto", "treespec"):
+        config = dataclasses.replace(KERNEL, kv_cache=storage, attention=attention, draft="ngram")
+        texts.append(tiny.treed("llama").generate(ids, attention_mask=mask, tree_config=config, max_new_tokens=20))
+    assert calls
+    assert torch.equal(*texts)
+
+
 def test_a_prompt_with_holes_takes_the_masks(calls: list[dict[str, Any]]) -> None:
     ids, mask = tiny.prompt("llama", 1)
     mask[:, 4:6] = 0
@@ -126,7 +145,7 @@ from calls import BUSHES, twice
 launches = []
 launch = _attention_launch.launch
 _attention_launch.launch = lambda *args, **kwargs: launches.append(1) or launch(*args, **kwargs)
-ids, mask = tiny.prompt("mistral", 2)
+ids, mask = tiny.prompt("mistral", 3)
 config = dataclasses.replace(BUSHES, attention="treespec", max_nodes=6)
 pair = twice(ids, mask, family="mistral", config=config, max_new_tokens=6)
 print(len(launches), pair.stats.accepted_tokens)
