@@ -129,8 +129,10 @@ def each_path_alone() -> Sequence[Patch]:
 def _replanned(change: Callable[[Plan, Sequence[TokenTree], Tensor], None]) -> Sequence[Patch]:
     right = independent.plan
 
-    def plan(rule: Any, trees: Sequence[TokenTree], target_BNV: Tensor, laws: DraftLaws | None = None) -> Plan:
-        found = right(rule, trees, target_BNV, laws)
+    def plan(
+        rule: Any, trees: Sequence[TokenTree], target_BNV: Tensor, laws: DraftLaws | None = None, *ends: Any
+    ) -> Plan:
+        found = right(rule, trees, target_BNV, laws, *ends)
         change(found, trees, target_BNV)
         return found
 
@@ -192,7 +194,9 @@ def stale_at_leaves() -> Sequence[Patch]:
 def law_of_parent() -> Sequence[Patch]:
     right = independent.plan
 
-    def plan(rule: Any, trees: Sequence[TokenTree], target_BNV: Tensor, laws: DraftLaws | None = None) -> Plan:
+    def plan(
+        rule: Any, trees: Sequence[TokenTree], target_BNV: Tensor, laws: DraftLaws | None = None, *ends: Any
+    ) -> Plan:
         if laws is not None:
             rows = [
                 # A row that has ended keeps its laws longer than its tree.
@@ -200,7 +204,7 @@ def law_of_parent() -> Sequence[Patch]:
                 for tree, found in zip(trees, laws.rows, strict=True)
             ]
             laws = replace(laws, rows=rows)
-        return right(rule, trees, target_BNV, laws)
+        return right(rule, trees, target_BNV, laws, *ends)
 
     return [(independent, "plan", plan)]
 
@@ -292,9 +296,11 @@ def order_by_subtree() -> Sequence[Patch]:
             torch.xlogy(law_V, law_V).sum()
         )
 
-    def plan(rule: Any, trees: Sequence[TokenTree], target_BNV: Tensor, laws: DraftLaws | None = None) -> Plan:
+    def plan(
+        rule: Any, trees: Sequence[TokenTree], target_BNV: Tensor, laws: DraftLaws | None = None, *ends: Any
+    ) -> Plan:
         poor[:] = [] if laws is None else [tree for row, tree in enumerate(trees) if looks_poor(tree, row, laws)]
-        return decide(rule, trees, target_BNV, laws)
+        return decide(rule, trees, target_BNV, laws, *ends)
 
     def children(self: TokenTree, node: int) -> tuple[int, ...]:
         found = right(self, node)

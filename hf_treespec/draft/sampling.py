@@ -57,11 +57,12 @@ class ChildSampler:
             position: of the root.
             nodes: R nodes.
             counts: children wanted of each; decided before anything of them was drawn.
-            laws_RV: the draft's law at each, probabilities.
+            laws_RV: the draft's law at each, probabilities. One that holds a NaN gives no children.
         """
+        lawful = laws_RV.isfinite().all(-1).tolist()
         return [
-            self._draw(row, position, node, count, law_V)
-            for node, count, law_V in zip(nodes, counts, laws_RV, strict=True)
+            self._draw(row, position, node, count, law_V) if sound else []
+            for node, count, law_V, sound in zip(nodes, counts, laws_RV, lawful, strict=True)
         ]
 
     def _draw(self, row: int, position: int, node: int, count: int, law_V: Tensor) -> list[Candidate]:

@@ -34,6 +34,7 @@ from hf_treespec.draft import (
 )
 from hf_treespec.engine.request import Request
 from hf_treespec.engine.shares import TargetShares
+from hf_treespec.engine.state import StopRules
 from hf_treespec.verify import (
     Decider,
     GumbelNoise,
@@ -87,7 +88,8 @@ class Choice:
             return cls(decider, noise)
         draws = RoundNoise(noise)
         sampler = ChildSampler(rule, request.tree_config.random_children, draws)
-        return cls(decider, noise, IndependentDecider(rule, scorer, draws), sampler)
+        ends = StopRules.of(request.stopping_criteria).eos
+        return cls(decider, noise, IndependentDecider(rule, scorer, draws, ends), sampler)
 
     def shares(self, request: Request) -> TargetShares:
         """What the target makes of children, as comparable with what the draft makes of them as can be."""

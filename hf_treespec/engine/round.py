@@ -317,13 +317,16 @@ class RoundRunner:
 
         laws = self._draft.laws(len(trees))
         live = [row for row in rows if self._drafts(row)]
-        outcome = self._independent.decide(self._text, trees, logits_BNV.to(self._text.device), laws, stand, live)
+        logits_BNV = logits_BNV.to(self._text.device)
+        outcome = self._independent.decide(
+            self._text, trees, logits_BNV, laws, stand, live, in_step=self._in_step
+        )  # fmt: skip
         self._taken = {row: outcome.taken[row] for row in live}
         for row in rows:
             pad = self._text.forced_token(row)
             if pad is not None:
                 outcome.paths[row][:] = range(len(trees[row]))
                 outcome.last[row] = pad
-            else:
+            elif not self._text.finished[row]:
                 stats.expected_accepted += outcome.expected[row]
         return follow_paths(self._text, trees, outcome, logits_at, rows, in_step=self._in_step)

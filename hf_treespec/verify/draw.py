@@ -8,7 +8,8 @@ Shapes: B rows, N nodes, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Sequence, Set
 
 import torch
 from torch import Tensor
@@ -99,27 +100,53 @@ def draw(
     return [(int(row[0]), int(row[1]), row[2:]) for row in found]
 
 
-def expected_accepted(accept: Sequence[float], tree: TokenTree, *, joint: bool) -> float:
-    """Expected accepted tokens of a row over the coins: the Rao-Blackwell form of the real number.
+def expected_accepted(
+    accepts: Sequence[Sequence[float]], trees: Sequence[TokenTree], *, joint: bool, ends: Set[int] = frozenset()
+) -> float:
+    """Expected accepted tokens of each row over the coins: the Rao-Blackwell form of the real number.
+
+    Rows in step go as far as all of them do. The token that ends the last text is behind the node that counts.
 
     Args:
-        accept: `Plan.accept_BN` of the row.
-        tree: its tree.
+        accepts: `Plan.accept_BN` of rows that advance in step; one row, if it advances by itself.
+        trees: their trees.
         joint: `Plan.joint`.
+        ends: ids that end a text.
     """
+    rows = [(_last_chances(accept, tree, joint=joint), tree) for accept, tree in zip(accepts, trees, strict=True)]
+    total = 0.0
+    for depth in range(1, min((tree.max_depth for tree in trees), default=0) + 1):
+        total += math.prod(
+            sum(chance for chance, at in zip(chances, tree.depths, strict=True) if at >= depth)
+            for chances, tree in rows
+        )
+        # All texts end together.
+        total -= math.prod(
+            sum(
+                chance
+                for chance, at, token in zip(chances, tree.depths, tree.tokens, strict=True)
+                if at == depth and token in ends
+            )
+            for chances, tree in rows
+        )
+    return total
+
+
+def _last_chances(accept: Sequence[float], tree: TokenTree, *, joint: bool) -> list[float]:
+    """Per node the probability that it is the last accepted one."""
+    chances = [0.0] * len(tree)
     if joint:
-        total, alive = 0.0, 1.0
+        alive = 1.0
         for node in post_order(tree):
-            total += alive * accept[node] * tree.depths[node]
-            alive *= 1 - accept[node]
-        return total
-    reach = [1.0] + [0.0] * (len(tree) - 1)
+            chances[node] = alive * accept[node]
+            alive *= 1.0 - accept[node]
+        return chances
+    chances[0] = 1.0
     for node in range(len(tree)):
-        alive = reach[node]
         for child in tree.children(node):
-            reach[child] = alive * accept[child]
-            alive *= 1 - accept[child]
-    return sum(reach[1:])
+            chances[child] = chances[node] * accept[child]
+            chances[node] -= chances[child]
+    return chances
 
 
 def taken(accept: Sequence[float], tree: TokenTree, *, joint: bool) -> list[float]:

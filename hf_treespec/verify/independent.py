@@ -5,7 +5,7 @@ Shapes: B rows, N nodes with the root, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -28,9 +28,10 @@ class Outcome:
 
     Args:
         paths: per row the accepted nodes, root first.
-        last: per row the token behind them.
+        last: per row the token behind them; `NO_TOKEN` where the target's law leaves none.
         scores_BNV: processed scores of all nodes.
-        expected: per row the expected accepted tokens over the coins.
+        expected: per row the expected accepted tokens over the coins, as far as the ids of tokens tell where texts
+            end; 0 for rows that have ended.
         taken: per row and node the probability that it is accepted where its parent is, before any coin.
     """
 
@@ -48,12 +49,14 @@ class IndependentDecider:
         rule: the rule.
         scorer: processors, all of them pure.
         noise: random numbers.
+        ends: ids that end a text: what a tree holds behind them is left alone.
     """
 
-    def __init__(self, rule: Rule, scorer: NodeScorer, noise: RoundNoise) -> None:
+    def __init__(self, rule: Rule, scorer: NodeScorer, noise: RoundNoise, ends: Set[int] = frozenset()) -> None:
         self.rule = rule
         self._scorer = scorer
         self._noise = noise
+        self._ends = ends
 
     def decide(
         self,
@@ -63,6 +66,8 @@ class IndependentDecider:
         laws: DraftLaws | None,
         stand: Callable[[int, int], None],
         rows: Sequence[int],
+        *,
+        in_step: bool,
     ) -> Outcome:
         """Decide how far each row goes and which token follows.
 
@@ -72,31 +77,26 @@ class IndependentDecider:
             logits_BNV: raw logits of the target.
             laws: of nodes with random children.
             stand: told which (row, node) a call of the processors is about.
-            rows: rows that have not ended; what is decided for others means nothing.
-
-        Raises:
-            RuntimeError: if scores hold NaN, or leave no token at a node, as in plain sampling.
+            rows: rows that draw their tokens; what is decided for others means nothing.
+            in_step: whether these go on only as far as all of them do.
         """
         batch, nodes, _ = logits_BNV.shape
         lengths = [state.length(row) for row in range(batch)]
         scores_BNV = self._scorer.tree_scores(logits_BNV, trees, lengths, state, stand)
         target_BNV = scores_BNV.to(self._noise.dtype).softmax(-1)
-        decided = plan(self.rule, trees, target_BNV, laws)
+        decided = plan(self.rule, trees, target_BNV, laws, self._ends)
         # The position of the root: no other round of the row has it.
         at = [state.position(row) - 1 for row in range(batch)]
         coins_BN = torch.stack([self._noise.coins(row, at[row], nodes) for row in range(batch)])
         noise_BV = torch.stack([self._noise.of_last(row, at[row]) for row in range(batch)])
         drawn = draw(decided, trees, coins_BN, noise_BV)
-        if any(drawn[row][1] == NO_TOKEN for row in rows):
-            raise RuntimeError(
-                "sampling: the logits, or what a logits processor made of them, hold inf or nan, or leave no token "
-                "at all"
-            )
         paths = [_path(tree, node) for tree, (node, _, _) in zip(trees, drawn, strict=True)]
-        expected = [
-            expected_accepted(accept, tree, joint=decided.joint)
-            for tree, (_, _, accept) in zip(trees, drawn, strict=True)
-        ]
+        expected = [0.0] * batch
+        for group in [list(rows)] if in_step else [[row] for row in rows]:
+            accepts, here = [drawn[row][2] for row in group], [trees[row] for row in group]
+            mean = expected_accepted(accepts, here, joint=decided.joint, ends=self._ends)
+            for row in group:
+                expected[row] = mean
         chances = [taken(accept, tree, joint=decided.joint) for tree, (_, _, accept) in zip(trees, drawn, strict=True)]
         return Outcome(paths, [token for _, token, _ in drawn], scores_BNV, expected, chances)
 
@@ -121,7 +121,11 @@ def follow_paths(
     """Emit what a round came to, token by token; the arguments and the result are those of `walk_trees`.
 
     A row that cannot go on because another one ends drops the rest of its path: where that happens depends on nothing
-    behind it, so that the law of the text stays the target's.
+    behind it, so that the law of the text stays the target's. A row that has ended drops it too, for padding. What the
+    rest would have been is no matter, nor whether there is a law for it.
+
+    Raises:
+        RuntimeError: where scores hold NaN or leave no token, as in plain sampling.
     """
     paths: list[list[int]] = [[] for _ in trees]
     going = list(rows)
@@ -130,10 +134,21 @@ def follow_paths(
         nodes = {row: outcome.paths[row][step] for row in going}
         for row, node in nodes.items():
             paths[row].append(node)
-        more = {row for row in going if step + 1 < len(outcome.paths[row])}
-        tokens = {
-            row: trees[row].tokens[outcome.paths[row][step + 1]] if row in more else outcome.last[row] for row in going
-        }
+        tokens: dict[int, int] = {}
+        more: set[int] = set()
+        for row in going:
+            path, forced = outcome.paths[row], state.forced_token(row)
+            goes_on = step + 1 < len(path)
+            tokens[row] = trees[row].tokens[path[step + 1]] if goes_on else outcome.last[row]
+            if forced is not None and forced != tokens[row]:
+                tokens[row], goes_on = forced, False
+            elif forced is None and tokens[row] == NO_TOKEN:
+                raise RuntimeError(
+                    "sampling: the logits, or what a logits processor made of them, hold inf or nan, or leave no token "
+                    "at all"
+                )
+            if goes_on:
+                more.add(row)
         # Copies: a view would keep the scores of the whole tree alive.
         scores = {row: outcome.scores_BNV[row, node].clone() for row, node in nodes.items()}
         alive = state.emit(tokens, scores, {row: logits_at(row, node) for row, node in nodes.items()})

@@ -10,12 +10,15 @@ once all its children are rejected is the probability that the node itself is th
 Lossless because "accept with probability a, go on with x ~ p'" and "draw c ~ L; accept it with b and go on below it,
 else go on with (a', p')" have the same law: the mass of a first token x is min(L, a p')(x) + (a p' - L)+(x) = a p'(x).
 
+A node behind which no text goes on, because its token ends the text or because the target's law there holds a NaN, is
+a leaf: the draft's guesses below it are worth nothing, and must not move the walk to where they are.
+
 Shapes: B rows, N nodes with the root (rows with fewer are padded), M = B * N, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -51,7 +54,7 @@ class Plan:
     Args:
         accept_BN: float. Joint: probability that the node is the last accepted one, given that none before it in
             post-order is. Top-down: that it is accepted, given that its parent is and no sibling before it.
-        residual_BNV: law of the token after a node whose children were all rejected.
+        residual_BNV: law of the token after a node whose children were all rejected; NaN where the target's is.
         joint: which of the two.
     """
 
@@ -60,14 +63,21 @@ class Plan:
     joint: bool
 
 
-def plan(rule: Rule, trees: Sequence[TokenTree], target_BNV: Tensor, laws: DraftLaws | None = None) -> Plan:
+def plan(
+    rule: Rule,
+    trees: Sequence[TokenTree],
+    target_BNV: Tensor,
+    laws: DraftLaws | None = None,
+    ends: Set[int] = frozenset(),
+) -> Plan:
     """Plan a round.
 
     Args:
         rule: a lossless rule, or "typical-lossy".
         trees: one per row; siblings in the order in which they were drawn.
-        target_BNV: the target's law at each node after all processors, probabilities.
+        target_BNV: the target's law at each node after all processors, probabilities; NaN where it leaves no token.
         laws: of nodes with sampled children.
+        ends: ids that end a text, other than at the root.
 
     Returns:
         The plan, in the dtype and on the device of `target_BNV`.
@@ -76,36 +86,51 @@ def plan(rule: Rule, trees: Sequence[TokenTree], target_BNV: Tensor, laws: Draft
     target_MV = target_BNV.reshape(batch * nodes, vocab)
     residual_MV = target_MV.clone()
     accept_M = target_MV.new_ones(batch * nodes)
-    for level in _levels(trees, nodes):
+    levels, behind = _levels(trees, ends)
+    if behind:
+        accept_M[torch.tensor([row * nodes + node for row, node in behind], device=target_BNV.device)] = 0.0
+    for level in levels:
         state = _Siblings(rule, level, trees, nodes, target_MV, laws)
         if rule.joint:
             state.a = accept_M[state.at]
+        lost = state.p.sum(-1).isnan()
         if not rule.lossless:
             state.accept_typical(accept_M)
-            continue
-        if rule.shared_test:
+        elif rule.shared_test:
             state.accept_shared(accept_M)
         else:
             state.accept_in_turn(accept_M)
+        state.close(lost, accept_M)
+        if not rule.lossless:
+            continue
         residual_MV[state.at] = state.p
         if rule.joint:
-            # Nobody asks any more with what probability the node began.
-            accept_M[state.at] = state.a
+            # Nobody asks any more with what probability the node began, but where nothing can be below it.
+            accept_M[state.at] = torch.where(lost, accept_M[state.at], state.a)
     if rule.joint:
         accept_M[::nodes] = 1.0
     return Plan(accept_M.view(batch, nodes), residual_MV.view_as(target_BNV), rule.joint)
 
 
-def _levels(trees: Sequence[TokenTree], nodes: int) -> list[list[tuple[int, int]]]:
-    """Per depth the inner nodes, as (row, node)."""
+def _levels(
+    trees: Sequence[TokenTree], ends: Set[int]
+) -> tuple[list[list[tuple[int, int]]], list[tuple[int, int]]]:
+    """Per depth the inner nodes that a text may go on from, and all nodes behind the others, as (row, node)."""
     levels: list[list[tuple[int, int]]] = []
+    behind: list[tuple[int, int]] = []
     for row, tree in enumerate(trees):
+        closed: set[int] = set()
         for node in range(len(tree)):
-            if tree.children(node):
+            if node and tree.parents[node] in closed:
+                behind.append((row, node))
+                closed.add(node)
+            elif node and tree.tokens[node] in ends:
+                closed.add(node)
+            elif tree.children(node):
                 depth = tree.depths[node]
                 levels.extend([] for _ in range(depth + 1 - len(levels)))
                 levels[depth].append((row, node))
-    return levels
+    return levels, behind
 
 
 class _Siblings:
@@ -169,6 +194,11 @@ class _Siblings:
         law[~drawn] = 0.0
         # In place: laws of a whole vocabulary are the largest tensors of a round.
         return law.scatter_(1, tokens[:, None], torch.where(drawn[:, None], law.gather(1, tokens[:, None]), 1.0))
+
+    def close(self, lost: Tensor, accept_M: Tensor) -> None:
+        """Accept no child of some of the nodes."""
+        for here, child, _, _ in self._slots:
+            accept_M[child] = accept_M[child].masked_fill(lost[here], 0.0)
 
     def accept_in_turn(self, accept_M: Tensor) -> None:
         """Test children one after the other, and give the state that is left once all are rejected."""

@@ -16,6 +16,8 @@ from hf_treespec.verify import DraftLaws, Plan, plan
 
 Joint = dict[Text, float]
 PROMPT = (0,)
+# In place of a token that a law without one was asked for: an error.
+ERROR = -1
 
 
 def padded(rows: list[list[tuple[float, ...]]], vocab: int) -> torch.Tensor:
@@ -47,10 +49,13 @@ def completed(joint: Joint, text: Text, weight: float, length: int, world: World
         text = text[: text.index(world.eos) + 1]
         joint[text] += weight
         return
-    if len(text) == length:
+    if len(text) == length or ERROR in text:
         joint[text] += weight
         return
     for token, chance in enumerate(world.p((*prompt, *text))):
+        if math.isnan(chance):
+            joint[(*text, ERROR)] += weight
+            return
         if chance:
             completed(joint, (*text, token), weight * chance, length, world, prompt)
 

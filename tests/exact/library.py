@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from exact.laws import PROMPT, Joint, completed, padded
+from exact.laws import ERROR, PROMPT, Joint, completed, padded
 from exact.worlds import Text, World, texts_of
 from hf_treespec.draft import ChildSampler
 from hf_treespec.rules import Rule
@@ -145,13 +145,17 @@ def law_through_library(
         target = padded([[world.p(text) for text in texts_of(tree, prompt)] for tree in trees], world.vocab)
     else:
         target = targets(trees)
-    plan = independent.plan(rule, trees, target, DraftLaws(torch.stack(stacked), rows) if stacked else None)
+    ends = frozenset() if world.eos is None else frozenset({world.eos})
+    plan = independent.plan(rule, trees, target, DraftLaws(torch.stack(stacked), rows) if stacked else None, ends)
     joint: Joint = defaultdict(float)
     for row, (tree, weight) in enumerate(zip(trees, weights, strict=True)):
         for node, chance in enumerate(chances_of_winners(plan, tree, row)):
             if chance:
                 law = plan.residual_BNV[row, node].tolist()
                 total, path = math.fsum(law), tuple(tree.path_tokens(node)[1:])
+                if math.isnan(total):
+                    completed(joint, (*path, ERROR), weight * chance, length, world, prompt)
+                    continue
                 for token, mass in enumerate(law):
                     if mass:
                         completed(joint, (*path, token), weight * chance * mass / total, length, world, prompt)

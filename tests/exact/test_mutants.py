@@ -162,6 +162,14 @@ WORLDS = [
     World(seed=3, vocab=4, apart=1.2),
     World(seed=4, target_zeros=1, draft_zeros=1, vocab=4),
     World(seed=5, apart=0),
+    World(seed=6, eos=1),
+    # Nothing is asked behind an eos, and what a draft or a target says there is no matter.
+    World(seed=7, eos=1, lost=1),
+    World(seed=8, eos=1, draft_lost=1),
+    # A text is an error as often as under plain decoding, and otherwise its law is what it was.
+    World(seed=9, lost=1),
+    World(seed=9, lost=2, apart=0, eos=1),
+    World(seed=10, draft_lost=1),
 ]
 LIMITS = [(4, 2, 2), (3, 3, 1), (3, 1, 3), (5, 3, 2)]
 

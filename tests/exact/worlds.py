@@ -17,6 +17,7 @@ from hf_treespec.tree import TokenTree
 
 Law = tuple[float, ...]
 Text = tuple[int, ...]
+NO_LAW: Law = (math.nan,)
 # (tokens so far, parents so far, node) -> children wanted; may look at everything that has been drawn.
 Growth = Callable[[Text, Text, int], int]
 
@@ -40,6 +41,8 @@ class World:
         penalty: factor on the odds of tokens that the text holds already.
         disjoint: target says even tokens only, the draft odd ones.
         eos: token that ends the text, if any.
+        lost: token behind which the target has no law.
+        draft_lost: the same of the draft.
     """
 
     vocab: int = 3
@@ -51,6 +54,8 @@ class World:
     penalty: float = 1.0
     disjoint: bool = False
     eos: int | None = None
+    lost: int | None = None
+    draft_lost: int | None = None
 
     def __hash__(self) -> int:
         return hash((self.vocab, self.seed, self.spread, self.apart, self.penalty, self.disjoint))
@@ -73,10 +78,10 @@ class World:
         return laws[0], laws[1]
 
     def p(self, text: Text) -> Law:
-        return self._laws(text)[0]
+        return NO_LAW * self.vocab if text[-1] == self.lost else self._laws(text)[0]
 
     def q(self, text: Text) -> Law:
-        return self._laws(text)[1]
+        return NO_LAW * self.vocab if text[-1] == self.draft_lost else self._laws(text)[1]
 
 
 def without(law: Law, tokens: list[int]) -> Law | None:

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import seq2seq
 from exact.small import CONFIG, PROMPT, VOCAB, drawn, exact_law, goodness, pair, small
 from hf_treespec import TreeSpecWarning, UnsupportedCallError, _compat, enable
 from hf_treespec.rules import RULES
-from tiny import WIDTH, assert_same_cache, assert_same_text, draft, perturbed, prompt, reference, stock, treed
+from tiny import WIDTH, assert_same_cache, assert_same_text, cache_argument, draft, perturbed, prompt, reference, stock, treed
 
 LOSSLESS = [name for name, rule in RULES.items() if rule.lossless]
 every_rule = pytest.mark.parametrize("rule", LOSSLESS)
@@ -42,11 +42,6 @@ def test_three_tokens_follow_the_target(rule: str, sampling: dict[str, float], r
 def test_rows_in_step_follow_the_target(rule: str) -> None:
     """A criterion that wants whole steps cuts the paths of all rows to the shortest."""
     target, helper = pair()
-
-    class Never:
-        def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
-            return torch.zeros(len(ids), dtype=torch.bool)
-
     counts = torch.zeros(VOCAB**3, dtype=torch.float64)
     accepted = 0
     for seed in range(500):
@@ -93,6 +88,75 @@ def test_a_row_is_the_same_alone_and_in_a_batch(rule: str) -> None:
         real = mask[row].bool()
         alone = treed("llama").generate(ids[row : row + 1, real], tree_config=config, **call)
         assert torch.equal(alone[0, int(real.sum()) :], together[row, WIDTH:])
+
+
+class Never:
+    """A criterion that wants whole steps, and ends nothing."""
+
+    def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+
+class Even(Never):
+    """Ends a row whose text has a 4 in an even place: nothing that ids alone could tell."""
+
+    def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return (ids[:, ::2] == 4).any(-1)
+
+
+IN_STEP: dict[str, Any] = {
+    "criterion": lambda model: {"stopping_criteria": [Never()]},
+    "ended by a criterion": lambda model: {"stopping_criteria": [Even()]},
+    "states": lambda model: {"output_hidden_states": True},
+    "cache": lambda model: cache_argument(DynamicCache(config=model.config)),
+}
+
+
+@pytest.mark.parametrize(
+    ("why", "rule"), [*(("criterion", rule) for rule in LOSSLESS), *((why, "traversal") for why in list(IN_STEP)[1:])]
+)
+def test_rows_in_step_are_padded_behind_their_end(why: str, rule: str) -> None:
+    """A row that ends inside of a round drops what its tree has behind that."""
+    target, helper = pair()
+    call = {
+        "do_sample": True, "top_k": 0, "eos_token_id": [2, 8], "pad_token_id": 0, "max_new_tokens": 9,
+        "return_dict_in_generate": True, "output_scores": True, "output_logits": True,
+    }  # fmt: skip
+    early = 0
+    for seed in range(4):
+        out = target.generate(
+            PROMPT.expand(3, -1), assistant_model=helper, **call, **IN_STEP[why](target),
+            tree_config=CONFIG.replace(verification=rule, seed=seed, max_children=1),
+        )  # fmt: skip
+        early += bool(target.treespec_stats.accepted_tokens)
+        # Plain decoding, made to draw the same text: it pads by itself.
+        text = iter(out.sequences[:, PROMPT.shape[1] :].unbind(1))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "multinomial", lambda probs, num_samples=1, text=text, **_: next(text)[:, None])
+            expected = small().generate(PROMPT.expand(3, -1), **call, **IN_STEP[why](target))
+        assert torch.equal(expected.sequences, out.sequences), seed
+        for name in ("scores", "logits"):
+            for step, (a, b) in enumerate(zip(expected[name], out[name], strict=True)):
+                assert torch.allclose(a, b, atol=1e-4), (seed, name, step)
+    assert early
+
+
+@pytest.mark.parametrize("rule", ["rrsw", "traversal"])
+def test_a_batch_that_counts_by_slots_is_padded_behind_its_end(rule: str) -> None:
+    model = enable(perturbed(seq2seq.stock("bloom"), 0.0))
+    ends = [5, 6, 7, 8]
+    accepted = 0
+    for seed in range(3):
+        out = model.generate(
+            torch.tensor([[3, 4, 5, 6]]).expand(4, -1), do_sample=True, temperature=0.8, top_k=0, eos_token_id=ends,
+            pad_token_id=0, max_new_tokens=10, assistant_model=perturbed(model, 0.02),
+            tree_config=CONFIG.replace(verification=rule, seed=seed, max_children=2),
+        )  # fmt: skip
+        accepted += model.treespec_stats.accepted_tokens
+        for row in out[:, 4:].tolist():
+            first = next((place for place, token in enumerate(row) if token in ends), len(row))
+            assert not any(row[first + 1 :])
+    assert accepted
 
 
 @every_rule

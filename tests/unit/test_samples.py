@@ -43,7 +43,7 @@ def test_coins_tell_of_every_node_what_they_make_likely(seed: int, nodes: int, j
     assert all(0.0 <= sample.hit <= 1.0 + 1e-12 and sample.rank < nodes for sample in samples)
     # All nodes together are the expected accepted tokens.
     total = sum(sample.weight * sample.hit for sample in samples)
-    assert total == pytest.approx(expected_accepted(accept, tree, joint=joint), abs=1e-12)
+    assert total == pytest.approx(expected_accepted([accept], [tree], joint=joint), abs=1e-12)
 
 
 @settings(max_examples=80, deadline=None)
