@@ -162,6 +162,8 @@ WORLDS = [
     World(seed=3, vocab=4, apart=1.2),
     World(seed=4, target_zeros=1, draft_zeros=1, vocab=4),
     World(seed=5, apart=0),
+]
+ENDING = [
     World(seed=6, eos=1),
     # Nothing is asked behind an eos, and what a draft or a target says there is no matter.
     World(seed=7, eos=1, lost=1),
@@ -177,7 +179,10 @@ LIMITS = [(4, 2, 2), (3, 3, 1), (3, 1, 3), (5, 3, 2)]
 @pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.lossless])
 def test_all_of_the_library_together_is_lossless(rule: str) -> None:
     """Its draws, the laws it keeps, its growth, plan and winners; not only its plan."""
-    for world, (nodes, depth, children) in itertools.product(WORLDS, LIMITS):
+    for world, (nodes, depth, children) in [
+        *itertools.product(WORLDS, LIMITS),
+        *itertools.product(ENDING, LIMITS[:2]),
+    ]:
         if RULES[rule].draws == "iid" and world.vocab == 4 and nodes > 3:
             nodes = 3
         limits = TreeLimits(max_nodes=nodes, max_depth=depth, max_children=1 if RULES[rule].chain else children)
