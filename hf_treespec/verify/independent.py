@@ -144,8 +144,8 @@ def follow_paths(
                 tokens[row], goes_on = forced, False
             elif forced is None and tokens[row] == NO_TOKEN:
                 raise RuntimeError(
-                    "sampling: the logits, or what a logits processor made of them, hold inf or nan, or leave no token "
-                    "at all"
+                    "sampling: the logits, or what a logits processor made of them, hold inf or nan, or leave no "
+                    "token at all"
                 )
             if goes_on:
                 more.add(row)

@@ -112,9 +112,7 @@ def plan(
     return Plan(accept_M.view(batch, nodes), residual_MV.view_as(target_BNV), rule.joint)
 
 
-def _levels(
-    trees: Sequence[TokenTree], ends: Set[int]
-) -> tuple[list[list[tuple[int, int]]], list[tuple[int, int]]]:
+def _levels(trees: Sequence[TokenTree], ends: Set[int]) -> tuple[list[list[tuple[int, int]]], list[tuple[int, int]]]:
     """Per depth the inner nodes that a text may go on from, and all nodes behind the others, as (row, node)."""
     levels: list[list[tuple[int, int]]] = []
     behind: list[tuple[int, int]] = []

@@ -1,4 +1,7 @@
-"""A pair of tiny models with nine tokens: the law of three tokens of generate() can be written down."""
+"""Pairs of tiny models with few tokens: the law of the first tokens of generate() can be written down.
+
+Nine tokens, and the law of three of them; or five, and the law of four, for which trees grow two levels deep.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,29 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, Pre
 from hf_treespec import TreeConfig, enable
 from tiny import perturbed
 
-VOCAB = 9
+VOCAB, FEW = 9, 5
 CONFIG = TreeConfig(max_nodes=6, max_depth=3, max_children=3, fallback="off", seed=11)
+
+
+def _made(vocab: int) -> PreTrainedModel:
+    torch.manual_seed(4)
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, initializer_range=0.5, bos_token_id=1, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).double().eval()
 
 
 @functools.cache
 def small() -> PreTrainedModel:
     """Nine tokens: the law of three of them can be written down."""
-    torch.manual_seed(4)
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, initializer_range=0.5, bos_token_id=1, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).double().eval()
+    return _made(VOCAB)
+
+
+@functools.cache
+def few() -> PreTrainedModel:
+    """Five tokens: the law of four of them can be written down."""
+    return _made(FEW)
 
 
 @functools.cache
@@ -39,15 +52,31 @@ PROMPT = torch.tensor([[3, 5, 2, 7]])
 @functools.cache
 def exact_law(sampling: tuple[tuple[str, float], ...]) -> Tensor:
     """`[V, V, V]` of the first three tokens, from forwards and processors of transformers alone."""
-    continuations = torch.tensor(list(itertools.product(range(VOCAB), repeat=2)))
-    ids = torch.cat([PROMPT.expand(len(continuations), -1), continuations], 1)
+    return law_of(small(), PROMPT, 3, dict(sampling)).view(VOCAB, VOCAB, VOCAB)
+
+
+def law_of(model: PreTrainedModel, prompt: Tensor, length: int, sampling: dict[str, Any]) -> Tensor:
+    """`[V ** length]` of the first tokens, padded with 0 behind an eos."""
+    vocab = model.config.vocab_size
+    said = torch.tensor(list(itertools.product(range(vocab), repeat=length - 1)))
+    ids = torch.cat([prompt.expand(len(said), -1), said], 1)
+    start = prompt.shape[1]
     with torch.no_grad():
-        logits = small()(ids).logits[:, 3:].float()
-    config = small()._prepare_generation_config(None, do_sample=True, **dict(sampling))[0]
-    processors = small()._get_logits_processor(config, 4, device="cpu", logits_processor=LogitsProcessorList())
-    laws = [processors(ids[:, : 4 + place], logits[:, place]).double().softmax(-1) for place in range(3)]
-    chances = [laws[place].gather(1, continuations[:, place : place + 1]) for place in range(2)]
-    return (chances[0] * chances[1] * laws[2]).view(VOCAB, VOCAB, VOCAB)
+        logits = model(ids).logits[:, start - 1 :].float()
+    config = model._prepare_generation_config(None, do_sample=True, **sampling)[0]
+    model._prepare_special_tokens(config, True, device="cpu")
+    processors = model._get_logits_processor(config, start, device="cpu", logits_processor=LogitsProcessorList())
+    chance = torch.ones(len(said), 1, dtype=torch.float64)
+    ended = torch.zeros(len(said), 1, dtype=torch.bool)
+    for place in range(length):
+        law = processors(ids[:, : start + place], logits[:, place].clone()).double().softmax(-1)
+        law = torch.where(ended, torch.eye(vocab, dtype=torch.float64)[0], law)
+        if place == length - 1:
+            return (chance * law).flatten()
+        token = said[:, place : place + 1]
+        chance = chance * law.gather(1, token)
+        ended |= token == sampling.get("eos_token_id", -1)
+    raise ValueError(f"length={length}: expected at least 1")
 
 
 def goodness(counts: Tensor, law: Tensor) -> float:

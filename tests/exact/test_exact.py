@@ -153,6 +153,8 @@ def test_draw_and_the_expected_length(joint: bool) -> None:
             assert token == 7 * row + node
             assert chances == accept[row].tolist()
             total[row] += trees[row].depths[node]
-    expected = [expected_accepted([row], [tree], joint=joint) for row, tree in zip(accept.tolist(), trees, strict=True)]
+    expected = [
+        expected_accepted([row], [tree], joint=joint) for row, tree in zip(accept.tolist(), trees, strict=True)
+    ]
     assert (total / rounds).tolist() == pytest.approx(expected, abs=0.06)
     assert expected[2] == 0 and expected[0] > 0.3

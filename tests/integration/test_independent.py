@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import seq2seq
-from exact.small import CONFIG, PROMPT, VOCAB, drawn, exact_law, goodness, pair, small
+from exact.small import CONFIG, FEW, PROMPT, VOCAB, drawn, exact_law, few, goodness, law_of, pair, small
 from hf_treespec import TreeSpecWarning, UnsupportedCallError, _compat, enable
 from hf_treespec.rules import RULES
-from tiny import WIDTH, assert_same_cache, assert_same_text, cache_argument, draft, perturbed, prompt, reference, stock, treed
+from tiny import (
+    WIDTH,
+    assert_same_cache,
+    assert_same_text,
+    cache_argument,
+    draft,
+    perturbed,
+    prompt,
+    reference,
+    stock,
+    treed,
+)
 
 LOSSLESS = [name for name, rule in RULES.items() if rule.lossless]
 every_rule = pytest.mark.parametrize("rule", LOSSLESS)
@@ -88,6 +101,73 @@ def test_a_row_is_the_same_alone_and_in_a_batch(rule: str) -> None:
         real = mask[row].bool()
         alone = treed("llama").generate(ids[row : row + 1, real], tree_config=config, **call)
         assert torch.equal(alone[0, int(real.sum()) :], together[row, WIDTH:])
+
+
+# Behind the eos no token is left, which plain decoding never asks for.
+NOTHING_BEHIND = {"eos_token_id": 2, "pad_token_id": 0, "bad_words_ids": [[2, token] for token in range(FEW)]}
+
+
+def nothing_behind(model: PreTrainedModel, token: int) -> PreTrainedModel:
+    """The model with NaN for logits behind a token, as an overflow gives them."""
+
+    def hook(module: Any, args: Any, arguments: dict[str, Tensor], out: Any) -> Any:
+        out.logits[(arguments["input_ids"] == token)[:, -out.logits.shape[1] :]] = torch.nan
+        return out
+
+    model.register_forward_hook(hook, with_kwargs=True)
+    return model
+
+
+@functools.cache
+def law_of_four(ends: bool) -> Tensor:
+    return law_of(few(), FOUR, 4, {"top_k": 0, **(NOTHING_BEHIND if ends else {})})
+
+
+FOUR = torch.tensor([[3, 1, 2, 4]])
+
+
+@pytest.mark.parametrize(
+    ("rule", "what"),
+    [
+        *((rule, "") for rule in LOSSLESS),
+        *((rule, "ends") for rule in ("rrsw", "traversal", "hybrid-joint")),
+        *((rule, "overflow of the draft") for rule in ("rrs-joint", "block")),
+    ],
+)
+def test_trees_of_depth_two_follow_the_target(rule: str, what: str) -> None:
+    """Four tokens: one of the prefill, and a tree with room for two levels."""
+    rows, target, helper = 400, enable(perturbed(few(), 0.0)), perturbed(few(), 0.12)
+    if what.startswith("overflow"):
+        helper = nothing_behind(helper, 1)
+    out = target.generate(
+        FOUR, do_sample=True, top_k=0, num_return_sequences=rows, max_new_tokens=4, assistant_model=helper,
+        tree_config=CONFIG.replace(verification=rule, max_children=2), **(NOTHING_BEHIND if what == "ends" else {}),
+    )[:, FOUR.shape[1] :]  # fmt: skip
+    stats = target.treespec_stats
+    assert stats.accepted_by_depth[1] > 20
+    cells = (out * FEW ** torch.arange(3, -1, -1)).sum(-1)
+    counts = torch.bincount(cells, minlength=FEW**4).double()
+    assert goodness(counts, law_of_four(what == "ends")) > 1e-4
+    assert stats.expected_accepted == pytest.approx(stats.accepted_tokens, rel=4 / rows**0.5)
+
+
+@pytest.mark.parametrize("rule", ["traversal", "block"])
+def test_a_text_comes_to_nothing_as_often_as_in_plain_decoding(rule: str) -> None:
+    """Where processors leave no token behind a 2, a text that has one fails, however much a draft may like others."""
+    target, helper, calls = enable(perturbed(few(), 0.0)), perturbed(few(), 0.0), 100
+    said = torch.tensor(list(itertools.product(range(FEW), repeat=4)))
+    whole = float(law_of_four(False)[(said != 2).all(-1)].sum())
+    through = 0
+    for seed in range(calls):
+        with contextlib.suppress(RuntimeError):
+            target.generate(
+                FOUR, do_sample=True, top_k=0, max_new_tokens=5, assistant_model=helper,
+                bad_words_ids=NOTHING_BEHIND["bad_words_ids"],
+                tree_config=CONFIG.replace(verification=rule, seed=seed, max_children=1, max_depth=4),
+            )  # fmt: skip
+            through += 1
+    assert 0.1 < whole < 0.5
+    assert abs(through - calls * whole) < 2.5 * (calls * whole * (1 - whole)) ** 0.5
 
 
 class Never:
