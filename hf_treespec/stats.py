@@ -33,7 +33,8 @@ class TreeStats:
         round_tokens: tokens emitted by rounds.
         drafted_nodes: drafted nodes that the target scored.
         expected_accepted: what `accepted_tokens` is in the mean over the coins of verification by independent draws,
-            with less noise than itself; 0 under coupled and greedy verification, which throw none.
+            with less noise than itself; 0 under coupled and greedy verification, which throw none. Ends by eos are
+            foreseen, those by other criteria are not.
         accepted_by_depth: `[d]` is how many row rounds accepted a node of depth d + 1.
         drafted_by_depth: `[d]` is how many row rounds offered a node of depth d + 1.
         drafted_by_source: nodes that the target scored, by the name of each source that proposed them. Several may
