@@ -24,11 +24,15 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-__all__ = ["cell_of", "cells", "laws_of_text", "processors", "together", "witness"]
+__all__ = ["STEPS", "cell_of", "cells", "laws_of_text", "processors", "together", "witness"]
 
 # By how much of a log probability rounding may move the edge of what top-k, top-p and min-p leave.
 _EDGE = 1e-4
 _FLOOR = -30.0
+# Values of scores are cut to these bounds: no step is larger than their distance, however peaked the laws are.
+_BOUNDS = {"p": (-16.0, 0.0), "ratio": (-8.0, 8.0)}
+# The largest step of each score.
+STEPS = {**{name: high - low for name, (low, high) in _BOUNDS.items()}, "recent": 1.0}
 # How many tokens back a token counts as said recently: about as many as a round emits.
 _RECENT = 3
 
@@ -92,7 +96,7 @@ def _place(law_TV: Tensor, rank_TV: Tensor, tokens_T: Tensor, dice_T: Tensor) ->
 
 
 def _score(law_TV: Tensor, value_TV: Tensor, tokens_T: Tensor) -> list[float]:
-    """Sum of value(token) less its expectation, and its variance; values are finite where laws are not 0."""
+    """Sum of value(token) less its expectation, and its variance; values are finite."""
     seen = value_TV.gather(1, tokens_T[:, None])[:, 0].double()
     value_TV = value_TV.masked_fill(law_TV == 0, 0.0)
     weighted = law_TV * value_TV
@@ -146,7 +150,7 @@ def witness(
     law = target_TV.exp()
     out["used"] = int(possible.sum())
     out["place_p"] = [round(u, 9) for u in _place(law, target_TV, tokens_T, dice[0]).tolist()]
-    out["score_p"] = _score(law, target_TV, tokens_T)
+    out["score_p"] = _score(law, target_TV.clamp(*_BOUNDS["p"]), tokens_T)
     out["score_recent"] = _score_recent(law, tokens, possible.nonzero()[:, 0].tolist())
     if draft_TV is not None:
         ratio = draft_TV[possible, : target_TV.shape[1]].clamp(min=_FLOOR)
@@ -154,7 +158,7 @@ def witness(
             ratio = torch.nn.functional.pad(ratio, (0, target_TV.shape[1] - ratio.shape[1]), value=_FLOOR)
         ratio = ratio - target_TV
         out["place_ratio"] = [round(u, 9) for u in _place(law, ratio, tokens_T, dice[1]).tolist()]
-        out["score_ratio"] = _score(law, ratio, tokens_T)
+        out["score_ratio"] = _score(law, ratio.clamp(*_BOUNDS["ratio"]), tokens_T)
     return out
 
 
