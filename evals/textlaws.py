@@ -68,6 +68,10 @@ def _shaped(logits_TV: Tensor, ids: Sequence[int], first: int, sampling: Mapping
     return scores.log_softmax(-1)
 
 
+def _within(ids: Sequence[int], size: int) -> list[int]:
+    return [token if token < size else 0 for token in ids]
+
+
 @torch.no_grad()
 def laws_of_text(model: Any, ids: Sequence[int], first: int, sampling: Mapping[str, float]) -> tuple[Tensor, Tensor]:
     """The model's conditional laws at each token from `first` on.
@@ -81,7 +85,10 @@ def laws_of_text(model: Any, ids: Sequence[int], first: int, sampling: Mapping[s
     Returns:
         Log probabilities `[T, V]` after the processors, and those of the bare logits at the same temperature.
     """
+    # As in `generate`, a draft reads an id beyond its vocabulary as id 0: a poor guess, and a law all the same.
+    ids = _within(ids, model.get_input_embeddings().weight.shape[0])
     logits = model(torch.tensor([ids], device=model.device)).logits[0, first - 1 : -1]
+    ids = _within(ids, logits.shape[-1])
     shaped = _shaped(logits, ids, first, sampling)
     bare = {**sampling, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     return shaped, shaped if bare == dict(sampling) else _shaped(logits, ids, first, bare)

@@ -202,7 +202,9 @@ def _line(settings: Settings, arms: Sequence[Mapping[str, Any]]) -> tuple[str, i
     if claims and not (wrong or weak or idle):
         # Plain decoding makes first tokens alone; where there are texts, it is the rules that count.
         told = [arm for arm in claims if arm["tokens"]]
-        said = f" of at least {min(a['tokens'] for a in told)} tokens follow it" if told else " follow it in first tokens"
+        said = (
+            f" of at least {min(a['tokens'] for a in told)} tokens follow it" if told else " follow it in first tokens"
+        )
         told = told or claims
         finds, bound = max(a["finds"] for a in told), max(a["bound"] for a in told)
         parts.append(f"{len(told)} lossless arms{said}")
