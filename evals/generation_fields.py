@@ -28,7 +28,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
         ("min_p", "min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
          "epsilon_cutoff", "eta_cutoff", "diversity_penalty", "penalty_alpha"), (0,)
     ),
-    **dict.fromkeys(("typical_p", "encoder_repetition_penalty", "guidance_scale", "num_beams", "num_beam_groups"), (1,)),
+    **dict.fromkeys(
+        ("typical_p", "encoder_repetition_penalty", "guidance_scale", "num_beams", "num_beam_groups"), (1,)
+    ),
     "cache_implementation": (
         "dynamic", "dynamic_full", "static", "hybrid", "sliding_window", "offloaded", "offloaded_static",
     ),

@@ -43,8 +43,8 @@ def martingale_tail(value: float, variance: float, step: float) -> float:
     """Two-sided p-value of the sum of martingale differences of at most `step`, with that predictable variance.
 
     No limit theorem: laws that are nearly certain give rare large steps, however many terms there are. The heaviest
-    tail that differences of at most s and a variance of V can have is, up to the factor, that of s (N - V / s^2) with N
-    a Poisson number of mean V / s^2 (Bentkus, Annals of Probability 32, 2004, 1650-1673).
+    tail that differences of at most s and a variance of V can have is, up to the factor, that of s (N - V / s^2), N
+    being a Poisson number of mean V / s^2 (Bentkus, Annals of Probability 32, 2004, 1650-1673).
     """
     if variance <= 0 or value == 0:
         return 1.0
@@ -95,8 +95,8 @@ def pearson(
     """Pearson's statistic of counts against probabilities; cells that expect fewer than `least` are one.
 
     Returns:
-        The statistic, its degrees of freedom, and (count, expected) of that one cell where even it expects fewer: it is
-        no part of the statistic then, whose law it would spoil. A count in a cell of probability 0 gives infinity.
+        The statistic, its degrees of freedom, and (count, expected) of that one cell where even it expects fewer: it
+        is no part of the statistic then, whose law it would spoil. A count in a cell of probability 0 gives infinity.
     """
     total = math.fsum(counts)
     cells: list[tuple[float, float]] = []

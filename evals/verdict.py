@@ -183,7 +183,13 @@ def _line(settings: Settings, arms: Sequence[Mapping[str, Any]]) -> tuple[str, i
         return "FAIL: nothing was measured", FAILED
     if settings.inject and not wrong:
         return _line_of_bug(settings, caught, missed)
-    weak = [arm for arm in claims if arm["passes"] and (arm["finds"] is None or arm["finds"] >= POWERLESS)]
+    # Plain decoding makes first tokens alone; where there are texts, it is the rules that count.
+    told = [arm for arm in claims if arm["tokens"]]
+    follow = (
+        f" of at least {min(a['tokens'] for a in told)} tokens follow it" if told else " follow it in first tokens"
+    )
+    told = told or claims
+    weak = [arm for arm in told if arm["passes"] and (arm["finds"] is None or arm["finds"] >= POWERLESS)]
     idle = [arm for arm in claims if arm["passes"] and arm["drafted"] == 0]
     parts = []
     if wrong:
@@ -200,14 +206,8 @@ def _line(settings: Settings, arms: Sequence[Mapping[str, Any]]) -> tuple[str, i
     if caught:
         parts.append("caught: " + "; ".join(f"{a['arm']} (p={a['least_p']:.1e})" for a in caught))
     if claims and not (wrong or weak or idle):
-        # Plain decoding makes first tokens alone; where there are texts, it is the rules that count.
-        told = [arm for arm in claims if arm["tokens"]]
-        said = (
-            f" of at least {min(a['tokens'] for a in told)} tokens follow it" if told else " follow it in first tokens"
-        )
-        told = told or claims
         finds, bound = max(a["finds"] for a in told), max(a["bound"] for a in told)
-        parts.append(f"{len(told)} lossless arms{said}")
+        parts.append(f"{len(told)} lossless arms{follow}")
         parts.append(f"a total variation of {finds:.3f} would have been found at 99 %, and {bound:.3f} bounds it")
     code = FAILED if wrong else MISSED if missed or weak or idle else CAUGHT
     word = {FAILED: "FAIL", MISSED: "MISSED" if missed else "NOT TESTED", CAUGHT: "PASS"}[code]

@@ -14,7 +14,7 @@ __all__ = ["versions"]
 
 
 def versions() -> dict[str, str]:
-    """Of everything that makes a text; the library's own with a digest of its source, which changes between versions."""
+    """Of everything that makes a text; the library's own with a digest of its source."""
     told = hashlib.sha256()
     root = Path(hf_treespec.__file__).parent
     for path in sorted(root.rglob("*.py")):

@@ -285,10 +285,10 @@ def test_two_processes_come_to_what_one_comes_to(model: Path, tmp_path: Path, la
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir(), two.mkdir()
     joint = {"prompts": 2, "samples": 40, "tokens": 3, "branches": 3, "rows": 20}
-    run(model, one, joint=joint)
+    run(model, one, joint=joint, repeats=8)
     command = [
         sys.executable, "-m", *LAUNCHERS[launcher], str(ROOT / "evals" / "distribution.py"),
-        "--config", str(config(model, two, joint=joint)), "--out", str(two / "out"),
+        "--config", str(config(model, two, joint=joint, repeats=8)), "--out", str(two / "out"),
     ]  # fmt: skip
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -445,7 +445,7 @@ def test_records_of_other_weights_or_versions_are_not_judged(
     monkeypatch.setattr(distribution, "plot", lambda table, picture: None)
     target, drafter = tmp_path / "target", tmp_path / "drafter"
     shutil.copytree(model, target), shutil.copytree(model, drafter)
-    changes = {"rules": ["coupled"], "drafts": [str(drafter)], "repeats": 8}
+    changes = {"rules": ["coupled"], "drafts": [str(drafter)], "repeats": 6, "new_tokens": 12}
     assert run(target, tmp_path, **changes) == 0
     before = numbers(tmp_path)
     for folder, name in ((drafter, f"weights.draft {drafter}"), (target, "weights.model")):
@@ -524,7 +524,8 @@ def test_bad_prompts_are_named(
 def test_a_folder_that_no_run_has_left_is_named(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(model, tmp_path) == 0
+    # Nothing wrong, and too few tokens to say more.
+    assert run(model, tmp_path) == 3
     shard, told = tmp_path / "out" / "shard-0000.jsonl", tmp_path / "out" / "run.json"
     whole, right = shard.read_bytes(), told.read_text()
     for broken in (b"{\n", b"[1]\n", b"{}\n", b"\n"):
@@ -547,7 +548,7 @@ def test_a_folder_that_no_run_has_left_is_named(
         assert run(model, tmp_path) == 2
         assert "run.json cannot be read" in capsys.readouterr().err
     told.write_text(right)
-    assert run(model, tmp_path) == 0
+    assert run(model, tmp_path) == 3
     (tmp_path / "file").write_text("")
     path = str(config(model, tmp_path))
     assert distribution.main(["--config", path, "--out", str(tmp_path / "file"), "--quiet"]) == 2
@@ -555,8 +556,8 @@ def test_a_folder_that_no_run_has_left_is_named(
 
 
 def test_one_value_counts_as_a_list_and_an_empty_one_as_none(model: Path, tmp_path: Path) -> None:
-    tree = {"max_nodes": 6, "fallback": False}
-    assert run(model, tmp_path, rules="coupled", drafts="noise:0.3", sampling={"top_k": 5}, joint=None, tree=tree) == 0
+    one = {"rules": "coupled", "drafts": "noise:0.3", "sampling": {"top_k": 5}, "joint": None, "repeats": 8}
+    assert run(model, tmp_path, tree={"max_nodes": 6, "fallback": False}, **one) == 0
     assert [arm["arm"] for arm in numbers(tmp_path)["arms"]] == ["coupled noise:0.3 top_k=5"]
 
 

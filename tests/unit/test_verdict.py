@@ -192,7 +192,8 @@ def test_too_few_tokens_and_trees_without_nodes_are_no_pass() -> None:
     told = settings(rules=("traversal",))
     few = judge(told, records(n=48)[:3])
     assert few.code == 3 and few.line == (
-        "NOT TESTED (family 0.001): too few tokens to find a total variation of 0.5 at 99 %: traversal ngram (48 tokens)"
+        "NOT TESTED (family 0.001): too few tokens to find a total variation of 0.5 at 99 %: "
+        "traversal ngram (48 tokens)"
     )
     bare = {"row_rounds": 10, "accepted": 0, "expected": 0.0, "drafted": 0}
     idle = judge(told, records(stats=bare)[:3])
