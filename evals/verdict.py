@@ -185,9 +185,8 @@ def _line(settings: Settings, arms: Sequence[Mapping[str, Any]]) -> tuple[str, i
         return _line_of_bug(settings, caught, missed)
     # Plain decoding makes first tokens alone; where there are texts, it is the rules that count.
     told = [arm for arm in claims if arm["tokens"]]
-    follow = (
-        f" of at least {min(a['tokens'] for a in told)} tokens follow it" if told else " follow it in first tokens"
-    )
+    least = min((arm["tokens"] for arm in told), default=0)
+    follow = f" of at least {least} tokens follow it" if told else " follow it in first tokens"
     told = told or claims
     weak = [arm for arm in told if arm["passes"] and (arm["finds"] is None or arm["finds"] >= POWERLESS)]
     idle = [arm for arm in claims if arm["passes"] and arm["drafted"] == 0]
