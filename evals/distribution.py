@@ -15,7 +15,8 @@ write injected.csv beside them. A killed run goes on where it was when it is sta
 more prompts if --limit is larger; processes share the prompts among themselves.
 
 Exit codes: 0 everything as it should be: lossless rules pass, and what is known to be wrong (--inject, typical-lossy)
-is caught; 1 a rule that claims to be lossless fails; 2 bad settings; 3 something wrong was not caught.
+is caught; 1 a rule that claims to be lossless fails; 2 bad settings, or a folder of another run; 3 something wrong was
+not caught, or too little was tested. Launchers of several processes make 1 of each that is not 0.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import platform
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,8 @@ from verdict import Verdict, judge
 
 __all__ = ["main"]
 
+RESULTS = ("results.json", "results.csv", "results.png")
+
 
 def units(settings: Settings, prompts: Iterator[Prompt]) -> Iterator[tuple[str, str, Arm, Prompt]]:
     """All units as (key, kind, arm, prompt), prompt by prompt."""
@@ -59,21 +63,32 @@ def units(settings: Settings, prompts: Iterator[Prompt]) -> Iterator[tuple[str, 
                 yield f"{prompt.index:06d} joint {arm.name}", "joint", arm, prompt
 
 
-def work(settings: Settings, folder: Path, state: Any, *, quiet: bool) -> None:
-    """Do this process's share of the units that are not done yet."""
+def work(bench: Bench, tokenizer: Any, folder: Path, state: Any, *, quiet: bool) -> dict[int, str]:
+    """Do this process's share of the units that are not done yet.
+
+    Returns:
+        The digests of all prompts, by their places.
+    """
+    settings = bench.settings
     source = PromptSource.of(settings.prompts)
     done = read_shards(folder, flaw)
     if state.is_main_process and (told := ready(settings, source.limit, done)):
         print(f"{folder}: {told}", file=sys.stderr)
-    target, tokenizer = load_target(settings.model, settings.dtype)
-    bench = Bench(settings, target.to(state.device))
     checked: set[tuple[Any, ...]] = set()
-    readable = target.get_input_embeddings().weight.shape[0]
-    mine = (p for p in source.prompts(tokenizer) if p.index % state.num_processes == state.process_index)
-    with ShardWriter(folder, state.process_index) as out:
-        for key, kind, arm, prompt in units(settings, mine):
-            if not 0 <= min(prompt.ids) <= max(prompt.ids) < readable:
-                raise SettingsError(f"prompts: row {prompt.index}: the model reads ids from 0 to {readable - 1}")
+    digests: dict[int, str] = {}
+
+    def mine() -> Iterator[Prompt]:
+        for prompt in source.prompts(tokenizer):
+            if not 0 <= min(prompt.ids) <= max(prompt.ids) < bench.readable:
+                raise SettingsError(f"prompts: row {prompt.index}: the model reads ids from 0 to {bench.readable - 1}")
+            digests[prompt.index] = prompt.digest
+            if prompt.index % state.num_processes == state.process_index:
+                yield prompt
+
+    with writing(folder):
+        writer = ShardWriter(folder, state.process_index)
+    with writer as out:
+        for key, kind, arm, prompt in units(settings, mine()):
             if key in done:
                 if done[key].get("digest") != prompt.digest:
                     raise OtherRunError(f"{folder}: prompt {prompt.index} is another one now")
@@ -86,6 +101,22 @@ def work(settings: Settings, folder: Path, state: Any, *, quiet: bool) -> None:
             out.write({**told, **found})
             if not quiet:
                 print(f"[{state.process_index}] {key}", file=sys.stderr, flush=True)
+    if not digests:
+        raise SettingsError("prompts: there are none")
+    return digests
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Names the folder where the disk refuses.
+
+    Raises:
+        SettingsError: in place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise SettingsError(f"--out: {folder}: {error}") from error
 
 
 def ready(settings: Settings, limit: int, done: Mapping[str, Mapping[str, Any]]) -> str:
@@ -101,19 +132,28 @@ def ready(settings: Settings, limit: int, done: Mapping[str, Mapping[str, Any]])
 def run(settings: Settings, folder: Path, state: Any, *, fresh: bool, quiet: bool) -> Verdict:
     """Run, or go on, judge all that the settings ask for, and write what was found."""
     source = PromptSource.of(settings.prompts)
+    target, tokenizer = load_target(settings.model, settings.dtype)
+    bench = Bench(settings, target.to(state.device))
+    made_with = bench.made_with()
     if state.is_main_process:
-        claim(folder, settings.fingerprint(source.digest()), asdict(settings), fresh=fresh, free=FREE)
+        about = {**asdict(settings), **made_with}
+        claim(folder, settings.fingerprint(source.digest(), made_with), about, fresh=fresh, free=FREE)
+        if fresh:
+            with writing(folder):
+                for name in RESULTS:
+                    (folder / name).unlink(missing_ok=True)
     state.wait_for_everyone()
     with warnings.catch_warnings():
         # That a lossy rule is lossy is what a run is about.
         warnings.simplefilter("ignore", hf_treespec.TreeSpecWarning)
-        work(settings, folder, state, quiet=quiet)
+        prompts = work(bench, tokenizer, folder, state, quiet=quiet)
     state.wait_for_everyone()
-    # An earlier run of the folder may have gone further.
+    # An earlier run of the folder may have gone further, or over prompts that are there no more.
     every = read_shards(folder, flaw).values()
-    verdict = judge(settings, [one for one in every if not source.limit or one["prompt"] < source.limit])
+    verdict = judge(settings, [one for one in every if prompts.get(one["prompt"]) == one["digest"]])
     if verdict.rows and state.is_main_process:
-        write_results(folder, settings, verdict)
+        with writing(folder):
+            write_results(folder, settings, verdict)
     return verdict
 
 
@@ -135,7 +175,8 @@ def run_bugs(
     for row in inject_each(settings, bugs, one):
         rows.append(row)
         if state.is_main_process:
-            write_table(folder / "injected.csv", settings, rows)
+            with writing(folder):
+                write_table(folder / "injected.csv", settings, rows)
     return as_table(rows)
 
 
@@ -228,9 +269,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         changes = {name: getattr(told, name) for name in ("inject", "rules", "new_tokens", "seed")}
         bugs = bugs_named(told.inject) if told.inject is not None else []
         several = len(bugs) > 1
-        settings = Settings.read(told.config, {**changes, "inject": None} if several else changes)
+        settings = Settings.read(told.config, {**changes, "inject": bugs[0] if len(bugs) == 1 else None})
         if told.limit is not None:
             settings = replace(settings, prompts={**settings.prompts, "limit": told.limit})
+        PromptSource.of(settings.prompts)
         folder = told.out or Path("evals/results/distribution", settings.inject)
         how = {"fresh": told.fresh, "quiet": told.quiet}
         if several:

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from expected import SettingsError
 from hf_treespec import TreeSpecError
 from hf_treespec.train import cut_model
-from real_model import load_smollm2
+from real_model import RealModelError, load_smollm2
 
-__all__ = ["load_target", "make_draft"]
+__all__ = ["is_made", "load_target", "make_draft"]
 
 _FORMS = {"noise": r"\d*\.?\d+(e-?\d+)?", "layers": r"\d+", "drop": r"\d+-\d+"}
 
@@ -35,13 +35,23 @@ def load_target(name: str, dtype: str) -> tuple[PreTrainedModel, Any]:
         SettingsError: if there is no such model.
     """
     if name == "smollm2":
-        return load_smollm2(dtype=getattr(torch, dtype))
+        try:
+            return load_smollm2(dtype=getattr(torch, dtype))
+        except RealModelError:
+            raise
+        except Exception as error:
+            raise _broken("model", name, error) from error
     model = _loaded("model", name, getattr(torch, dtype))
     try:
         return model, AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError):
         # Prompts of ids need none; others say so.
         return model, None
+
+
+def is_made(spec: str) -> bool:
+    """Whether a draft follows from the target's weights and the seed, with no weights of its own."""
+    return spec in ("ngram", "none") or spec.partition(":")[0] in _FORMS
 
 
 def make_draft(spec: str, target: PreTrainedModel, seed: int) -> PreTrainedModel | None:
@@ -74,9 +84,14 @@ def make_draft(spec: str, target: PreTrainedModel, seed: int) -> PreTrainedModel
 def _loaded(setting: str, name: str, dtype: torch.dtype) -> PreTrainedModel:
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"{setting}: {name!r} cannot be loaded: {error}") from error
+    except Exception as error:
+        # Damaged weights raise errors of the formats' own packages, which have no class in common.
+        raise _broken(setting, name, error) from error
     return model.eval()
+
+
+def _broken(setting: str, name: str, error: Exception) -> SettingsError:
+    return SettingsError(f"{setting}: {name!r} cannot be loaded: {type(error).__name__}: {error}")
 
 
 def _noisy(target: PreTrainedModel, share: float, seed: int) -> PreTrainedModel:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "BENTKUS",
+    "both_tails",
     "chi_square",
     "chi_square_quantile",
     "chi_square_tail",
@@ -19,6 +21,8 @@ __all__ = [
     "kolmogorov_smirnov",
     "martingale_tail",
     "normal_tail",
+    "pearson",
+    "poisson_tail",
     "smallest_variation",
     "two_samples",
     "uniform_bins",
@@ -26,25 +30,36 @@ __all__ = [
 ]
 
 
+# What a martingale's tail is above that of its Poisson number at most.
+BENTKUS = math.e**2 / 2
+
+
 def normal_tail(z: float) -> float:
     """Two-sided p-value of a standard normal value."""
     return math.erfc(abs(z) / math.sqrt(2))
 
 
-def martingale_tail(value: float, variance: float, n: int, *, within_one: bool = False) -> float:
-    """Two-sided p-value of the sum of n martingale differences with that predictable variance.
+def martingale_tail(value: float, variance: float, step: float) -> float:
+    """Two-sided p-value of the sum of martingale differences of at most `step`, with that predictable variance.
 
-    Normal once there are enough of them; below, a bound that always holds: Freedman's for differences of at most one,
-    Chebyshev's for others.
+    No limit theorem: laws that are nearly certain give rare large steps, however many terms there are. The heaviest
+    tail that differences of at most s and a variance of V can have is, up to the factor, that of s (N - V / s^2), N
+    being a Poisson number of mean V / s^2 (Bentkus, Annals of Probability 32, 2004, 1650-1673).
     """
     if variance <= 0 or value == 0:
         return 1.0
-    size = abs(value)
-    if within_one and variance < 25:
-        return min(1.0, 2 * math.exp(-size * size / (2 * (variance + size / 3))))
-    if n < 1000:
-        return min(1.0, variance / size**2)
-    return normal_tail(value / math.sqrt(variance))
+    mean = torch.tensor(variance / step**2, dtype=torch.float64)
+    return min(1.0, 2 * BENTKUS * float(torch.special.gammainc(mean + abs(value) / step, mean)))
+
+
+def poisson_tail(count: float, mean: float) -> float:
+    """Two-sided p-value of a number of rare events."""
+    if mean <= 0:
+        return 0.0 if count else 1.0
+    place, rate = torch.tensor(float(count), dtype=torch.float64), torch.tensor(mean, dtype=torch.float64)
+    above = float(torch.special.gammainc(place, rate)) if count else 1.0
+    below = float(torch.special.gammaincc(place + 1, rate))
+    return min(1.0, 2 * min(above, below))
 
 
 def chi_square_tail(statistic: float, freedom: int) -> float:
@@ -74,11 +89,14 @@ def chi_square_quantile(tail: float, freedom: int) -> float:
     return high
 
 
-def chi_square(counts: Sequence[float], chances: Sequence[float], least: float = 10.0) -> tuple[float, int]:
-    """Pearson's test of counts against probabilities; cells that expect fewer than `least` are one.
+def pearson(
+    counts: Sequence[float], chances: Sequence[float], least: float = 10.0
+) -> tuple[float, int, tuple[float, float]]:
+    """Pearson's statistic of counts against probabilities; cells that expect fewer than `least` are one.
 
     Returns:
-        p-value and degrees of freedom. A count in a cell of probability 0 gives p = 0.
+        The statistic, its degrees of freedom, and (count, expected) of that one cell where even it expects fewer: it
+        is no part of the statistic then, whose law it would spoil. A count in a cell of probability 0 gives infinity.
     """
     total = math.fsum(counts)
     cells: list[tuple[float, float]] = []
@@ -86,20 +104,47 @@ def chi_square(counts: Sequence[float], chances: Sequence[float], least: float =
     for count, chance in zip(counts, chances, strict=True):
         if chance <= 0:
             if count:
-                return 0.0, max(1, len(counts) - 1)
+                return math.inf, max(1, len(counts) - 1), (0.0, 0.0)
         elif chance * total >= least:
             cells.append((count, chance * total))
         else:
             rare[0] += count
             rare[1] += chance * total
-    if rare[1] > 0:
+    if rare[1] >= least:
         cells.append((rare[0], rare[1]))
-    freedom = len(cells) - 1
-    return chi_square_tail(math.fsum((x - e) ** 2 / e for x, e in cells), freedom), freedom
+        rare = [0.0, 0.0]
+    # Those that are left are judged by their shares among themselves.
+    seen, awaited = math.fsum(x for x, _ in cells), math.fsum(e for _, e in cells)
+    share = seen / awaited if awaited else 0.0
+    statistic = math.fsum((x - e * share) ** 2 / (e * share) for x, e in cells) if share else 0.0
+    return statistic, max(0, len(cells) - 1), (rare[0], rare[1])
+
+
+def chi_square(counts: Sequence[float], chances: Sequence[float], least: float = 10.0) -> tuple[float, int]:
+    """The test of `pearson`, and of what is too rare for it by itself.
+
+    Returns:
+        p-value and degrees of freedom; 0 of them if there is nothing that could tell.
+    """
+    statistic, freedom, rare = pearson(counts, chances, least)
+    return both_tails(statistic, freedom, rare)
+
+
+def both_tails(statistic: float, freedom: int, rare: tuple[float, float]) -> tuple[float, int]:
+    """p-value and degrees of freedom of what `pearson` gives, or of sums of it."""
+    found = [chi_square_tail(statistic, freedom)] if freedom else []
+    if rare[1] > 0:
+        found.append(poisson_tail(*rare))
+        freedom += 1
+    return min(1.0, max(1, len(found)) * min(found, default=1.0)), freedom
 
 
 def two_samples(one: Mapping[str, float], other: Mapping[str, float], least: float = 10.0) -> tuple[float, int]:
-    """Pearson's test that two tables of counts have one law; rare cells are one."""
+    """Pearson's test that two tables of counts have one law; rare cells are one.
+
+    Returns:
+        The statistic and its degrees of freedom; 0 of them where all say the same.
+    """
     totals = math.fsum(one.values()), math.fsum(other.values())
     share = totals[0] / (totals[0] + totals[1])
     cells: list[list[float]] = []
@@ -117,7 +162,7 @@ def two_samples(one: Mapping[str, float], other: Mapping[str, float], least: flo
         for count, part in zip(pair, (share, 1 - share), strict=True):
             expected = sum(pair) * part
             statistic += (count - expected) ** 2 / expected
-    return chi_square_tail(statistic, len(cells) - 1), len(cells) - 1
+    return statistic, len(cells) - 1
 
 
 def kolmogorov_smirnov(values: Tensor) -> float:

@@ -134,9 +134,16 @@ class PromptSource:
             raise SettingsError(
                 "prompts: dataset needs the datasets package: pip install hf-treespec[evals]"
             ) from error
-        yield from datasets.load_dataset(
-            self.dataset, self.name or None, split=self.split, streaming=self.streaming
-        )  # fmt: skip
+        try:
+            yield from datasets.load_dataset(
+                self.dataset, self.name or None, split=self.split, streaming=self.streaming
+            )  # fmt: skip
+        except Exception as error:
+            # Whatever builds or streams the set may raise errors of its own.
+            raise SettingsError(
+                f"prompts: dataset {self.dataset!r}, name {self.name!r}, split {self.split!r}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     def _encode(self, tokenizer: Any, row: Mapping[str, Any], index: int) -> list[int]:
         if not isinstance(row, Mapping):
@@ -153,4 +160,9 @@ class PromptSource:
         if not self.chat:
             return list(tokenizer(value)["input_ids"])
         message = [{"role": "user", "content": value}]
-        return list(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"])
+        try:
+            found = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)
+        except Exception as error:
+            # No template, or one that does not take the text; which error it is depends on the template.
+            raise SettingsError(f"prompts: chat: row {index}: {type(error).__name__}: {error}") from error
+        return list(found["input_ids"])

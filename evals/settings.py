@@ -27,10 +27,11 @@ FREE = ("family", "prompts.limit")
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
 # Ends of what the warpers of transformers take.
 _RANGES = {
-    "temperature": (0.0, math.inf, "()"),
+    # Below, logits that are divided by it are no numbers any more.
+    "temperature": (1e-6, math.inf, "[)"),
     "top_p": (0.0, 1.0, "[]"),
     "min_p": (0.0, 1.0, "[]"),
-    "repetition_penalty": (0.0, math.inf, "()"),
+    "repetition_penalty": (1e-6, 1e6, "[]"),
 }
 
 
@@ -117,6 +118,8 @@ class Settings:
                 else:
                     low, high, ends = _RANGES[name]
                     expected.number(f"sampling: {name}", value, low, high, ends=ends)
+        if not isinstance(self.prompts, Mapping):
+            raise SettingsError(f"prompts: {self.prompts!r}: expected a mapping such as {{path: prompts.jsonl}}")
         _check_tree(self.tree)
         if self.inject != "":
             expected.text("inject", self.inject, among=MUTANTS)
@@ -190,13 +193,17 @@ class Settings:
         """A field of `joint`, or its default."""
         return int({**JOINT, **self.joint}[name])
 
-    def fingerprint(self, prompts: str) -> str:
-        """Changes with whatever changes a record of the run; `prompts` tells sets of prompts apart.
+    def fingerprint(self, prompts: str, made_with: Mapping[str, Any]) -> str:
+        """Changes with whatever changes a record of the run.
 
         The family matters to the verdict alone, and with a larger limit a run goes on.
+
+        Args:
+            prompts: tells sets of prompts apart.
+            made_with: versions and weights.
         """
         unlimited = {name: value for name, value in self.prompts.items() if name != "limit"}
-        told = {**asdict(replace(self, family=0.5, prompts=unlimited)), "prompts_hash": prompts}
+        told = {**asdict(replace(self, family=0.5, prompts=unlimited)), "prompts_hash": prompts, **made_with}
         return hashlib.sha256(json.dumps(told, sort_keys=True, default=list).encode()).hexdigest()[:16]
 
 
@@ -205,9 +212,11 @@ def _check_tree(tree: object) -> None:
     expected.mapping("tree", tree, [f.name for f in fields(TreeConfig) if f.name not in ("verification", "seed")])
     assert isinstance(tree, Mapping)
     try:
-        TreeConfig.from_dict(tree)
+        config = TreeConfig.from_dict(tree)
     except TreeConfigError as error:
         raise SettingsError(f"tree: {error}") from error
+    if config.max_nodes == 0:
+        raise SettingsError("tree: max_nodes: 0: expected at least 1: without nodes there is no rule to test")
 
 
 JOINT = {"prompts": 0, "samples": 400, "tokens": 3, "branches": 4, "rows": 50}

@@ -24,11 +24,15 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-__all__ = ["cell_of", "cells", "laws_of_text", "processors", "together", "witness"]
+__all__ = ["STEPS", "cell_of", "cells", "laws_of_text", "processors", "together", "witness"]
 
 # By how much of a log probability rounding may move the edge of what top-k, top-p and min-p leave.
 _EDGE = 1e-4
 _FLOOR = -30.0
+# Values of scores are cut to these bounds: no step is larger than their distance, however peaked the laws are.
+_BOUNDS = {"p": (-16.0, 0.0), "ratio": (-8.0, 8.0)}
+# The largest step of each score.
+STEPS = {**{name: high - low for name, (low, high) in _BOUNDS.items()}, "recent": 1.0}
 # How many tokens back a token counts as said recently: about as many as a round emits.
 _RECENT = 3
 
@@ -64,6 +68,10 @@ def _shaped(logits_TV: Tensor, ids: Sequence[int], first: int, sampling: Mapping
     return scores.log_softmax(-1)
 
 
+def _within(ids: Sequence[int], size: int) -> list[int]:
+    return [token if token < size else 0 for token in ids]
+
+
 @torch.no_grad()
 def laws_of_text(model: Any, ids: Sequence[int], first: int, sampling: Mapping[str, float]) -> tuple[Tensor, Tensor]:
     """The model's conditional laws at each token from `first` on.
@@ -77,7 +85,10 @@ def laws_of_text(model: Any, ids: Sequence[int], first: int, sampling: Mapping[s
     Returns:
         Log probabilities `[T, V]` after the processors, and those of the bare logits at the same temperature.
     """
+    # As in `generate`, a draft reads an id beyond its vocabulary as id 0: a poor guess, and a law all the same.
+    ids = _within(ids, model.get_input_embeddings().weight.shape[0])
     logits = model(torch.tensor([ids], device=model.device)).logits[0, first - 1 : -1]
+    ids = _within(ids, logits.shape[-1])
     shaped = _shaped(logits, ids, first, sampling)
     bare = {**sampling, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     return shaped, shaped if bare == dict(sampling) else _shaped(logits, ids, first, bare)
@@ -92,7 +103,7 @@ def _place(law_TV: Tensor, rank_TV: Tensor, tokens_T: Tensor, dice_T: Tensor) ->
 
 
 def _score(law_TV: Tensor, value_TV: Tensor, tokens_T: Tensor) -> list[float]:
-    """Sum of value(token) less its expectation, and its variance; values are finite where laws are not 0."""
+    """Sum of value(token) less its expectation, and its variance; values are finite."""
     seen = value_TV.gather(1, tokens_T[:, None])[:, 0].double()
     value_TV = value_TV.masked_fill(law_TV == 0, 0.0)
     weighted = law_TV * value_TV
@@ -146,7 +157,7 @@ def witness(
     law = target_TV.exp()
     out["used"] = int(possible.sum())
     out["place_p"] = [round(u, 9) for u in _place(law, target_TV, tokens_T, dice[0]).tolist()]
-    out["score_p"] = _score(law, target_TV, tokens_T)
+    out["score_p"] = _score(law, target_TV.clamp(*_BOUNDS["p"]), tokens_T)
     out["score_recent"] = _score_recent(law, tokens, possible.nonzero()[:, 0].tolist())
     if draft_TV is not None:
         ratio = draft_TV[possible, : target_TV.shape[1]].clamp(min=_FLOOR)
@@ -154,7 +165,7 @@ def witness(
             ratio = torch.nn.functional.pad(ratio, (0, target_TV.shape[1] - ratio.shape[1]), value=_FLOOR)
         ratio = ratio - target_TV
         out["place_ratio"] = [round(u, 9) for u in _place(law, ratio, tokens_T, dice[1]).tolist()]
-        out["score_ratio"] = _score(law, ratio, tokens_T)
+        out["score_ratio"] = _score(law, ratio.clamp(*_BOUNDS["ratio"]), tokens_T)
     return out
 
 

@@ -14,13 +14,16 @@ from typing import Any
 
 import torch
 
-from drafts import make_draft
+from drafts import is_made, make_draft
 from expected import SettingsError
+from generation_fields import shaping
 from hf_treespec import enable
+from hf_treespec.train import weights_mark
 from mutants import mutant
 from promptsource import Prompt
 from settings import Arm, Settings, unit_seed
 from textlaws import cell_of, cells, laws_of_text, together, witness
+from versions import versions
 
 __all__ = ["Bench", "flaw"]
 
@@ -49,10 +52,20 @@ class Bench:
     Args:
         settings: of the run.
         target: the model to judge; it is enabled, and a shallow copy of it that is not gives plain decoding.
+
+    Raises:
+        SettingsError: if the model's own generation config asks for what the settings do not say.
     """
 
     def __init__(self, settings: Settings, target: Any) -> None:
+        if shaped := shaping(target.generation_config):
+            raise SettingsError(
+                f"model: its generation_config sets {', '.join(shaped)}, so that plain decoding follows another law "
+                "than these settings say: set to None there, and save the model"
+            )
         self.settings = settings
+        self.readable: int = target.get_input_embeddings().weight.shape[0]
+        self._mark = weights_mark(target)
         self.stock = copy.copy(target)
         self.target = enable(target)
         self._drafts: dict[str, Any] = {}
@@ -67,6 +80,11 @@ class Bench:
         if spec not in self._drafts:
             self._drafts[spec] = make_draft(spec, self.target, self.settings.seed)
         return self._drafts[spec]
+
+    def made_with(self) -> dict[str, Any]:
+        """Versions and weights: records that were made with others are those of another run."""
+        marks = {f"draft {spec}": weights_mark(self.draft(spec)) for spec in self.settings.drafts if not is_made(spec)}
+        return {"versions": versions(), "weights": {"model": self._mark, **marks}}
 
     def check_null(self, arm: Arm, prompt: Prompt) -> None:
         """See that plain decoding samples from the law that texts are judged by.

@@ -6,7 +6,7 @@ Tests of an arm, all against the target's exact law:
 |---|---|
 | ks_p, bins_p | places of the tokens in their law, ordered by p: uniform? (Kolmogorov-Smirnov; 20 bins) |
 | ks_ratio, bins_ratio | the same, ordered by q / p |
-| score_p, score_ratio | sum of log p, of log q / p, less what the law expects (a martingale, so normal) |
+| score_p, score_ratio | sum of log p, of log q / p within bounds, less what the law expects (a martingale) |
 | score_recent | tokens that repeat one of the three before them, less what the law expects |
 | joint | first tokens of many texts of one prompt, against their exact law |
 | stock | the same tokens, against as many texts of plain `generate` |
@@ -26,10 +26,14 @@ from typing import Any
 import torch
 
 from measures import (
+    BENTKUS,
+    both_tails,
     chi_square,
+    chi_square_tail,
     holm,
     kolmogorov_smirnov,
     martingale_tail,
+    pearson,
     smallest_variation,
     two_samples,
     uniform_bins,
@@ -37,10 +41,13 @@ from measures import (
 )
 from mutants import MUTANTS
 from settings import Arm, Settings
+from textlaws import STEPS
 
 __all__ = ["BINS", "CAUGHT", "FAILED", "MISSED", "Verdict", "judge"]
 
 BINS = 20
+# A run that would overlook such a total variation has tested nothing.
+POWERLESS = 0.5
 CAUGHT, FAILED, MISSED = 0, 1, 3
 
 
@@ -52,7 +59,8 @@ class Verdict:
         rows: one for each arm and test.
         arms: one for each arm.
         line: for people.
-        code: exit code: 0 as it should be, 1 an arm that claims to be lossless fails, 3 one that does not passes.
+        code: exit code: 0 as it should be, 1 an arm that claims to be lossless fails, 3 one that does not passes,
+            or too little was tested.
     """
 
     rows: list[dict[str, Any]]
@@ -81,7 +89,8 @@ def judge(settings: Settings, records: Iterable[Mapping[str, Any]]) -> Verdict:
         for row, fallen in zip(family, holm([row["p"] for row in family], settings.family), strict=True):
             row["rejected"] = fallen
         for row in family:
-            level = settings.family / len(family)
+            # What a score's bound costs is as if it were tested at so much stricter a level.
+            level = settings.family / len(family) / (BENTKUS if row["test"].startswith("score_") else 1.0)
             row["finds"] = round(smallest_variation(row["n"], row.pop("freedom"), level), 5) if row["n"] else None
     summary = [_summary(arm, [row for row in rows if row["arm"] == arm.name], texts[arm.name]) for arm in arms]
     return Verdict(rows, summary, *_line(settings, summary))
@@ -110,30 +119,29 @@ def _tests(
         n = places.numel()
         add(f"ks_{order}", kolmogorov_smirnov(places), n, 1)
         add(f"bins_{order}", *_with_n(chi_square(counts, even, least=5.0), n), round(variation_bound(counts, even), 5))
-    for what in ("p", "ratio", "recent"):
+    for what, step in STEPS.items():
         scores = [(record[f"score_{what}"], record["used"]) for record in texts if f"score_{what}" in record]
         if scores:
             value = math.fsum(score[0] for score, _ in scores)
             spread = math.fsum(score[1] for score, _ in scores)
-            n = sum(used for _, used in scores)
-            add(f"score_{what}", martingale_tail(value, spread, n, within_one=what == "recent"), n, 1)
+            add(f"score_{what}", martingale_tail(value, spread, step), sum(used for _, used in scores), 1)
+    # One test of all prompts: statistics and their degrees of freedom add up, so that a prompt whose tokens are nearly
+    # certain, which can tell nothing, hides nothing that others tell; what is rare in each is counted together.
     if joint:
-        statistic, freedom, n, bounds = 0.0, 0, 0, []
-        for record in joint.values():
-            law = record["law"]
-            counts = [record["counts"].get(cell, 0) for cell in law]
-            p, df = chi_square(counts, list(law.values()))
-            statistic, freedom = statistic + _normal_of(p), freedom + 1
-            n += sum(counts)
-            bounds.append(variation_bound(counts, list(law.values())))
-        # One test of all prompts: the sum of their p-values' normal scores.
-        add("joint", _upper_tail(statistic / math.sqrt(freedom)), n, 1, round(sum(bounds) / len(bounds), 5))
+        laws = [list(record["law"].values()) for record in joint.values()]
+        tables = [[record["counts"].get(cell, 0) for cell in record["law"]] for record in joint.values()]
+        found = [pearson(counts, law) for counts, law in zip(tables, laws, strict=True)]
+        rare = math.fsum(one[2][0] for one in found), math.fsum(one[2][1] for one in found)
+        p, freedom = both_tails(math.fsum(one[0] for one in found), sum(one[1] for one in found), rare)
+        bounds = [variation_bound(counts, law) for counts, law in zip(tables, laws, strict=True)]
+        if freedom:
+            add("joint", p, sum(map(sum, tables)), freedom, round(sum(bounds) / len(bounds), 5))
     if joint and stock:
         pairs = [(record["counts"], stock[prompt]["counts"]) for prompt, record in joint.items() if prompt in stock]
-        scores = [_normal_of(two_samples(one, other)[0]) for one, other in pairs]
-        if scores:
+        compared = [two_samples(one, other) for one, other in pairs]
+        if freedom := sum(one[1] for one in compared):
             n = sum(sum(one.values()) for one, _ in pairs) // 2
-            add("stock", _upper_tail(sum(scores) / math.sqrt(len(scores))), n, 1)
+            add("stock", chi_square_tail(math.fsum(one[0] for one in compared), freedom), n, freedom)
     return rows
 
 
@@ -141,26 +149,10 @@ def _with_n(found: tuple[float, int], n: int) -> tuple[float, int, int]:
     return found[0], n, found[1]
 
 
-def _normal_of(p: float) -> float:
-    """The normal value that is exceeded with probability p."""
-    p = min(max(p, 1e-300), 1 - 1e-12)
-    if p > 1e-8:
-        return float(-torch.special.ndtri(torch.tensor(p, dtype=torch.float64)))
-    low, high = 5.0, 40.0
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _upper_tail(middle) > p else (low, middle)
-    return high
-
-
-def _upper_tail(z: float) -> float:
-    return math.erfc(z / math.sqrt(2)) / 2
-
-
 def _summary(arm: Arm, rows: Sequence[Mapping[str, Any]], texts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     fallen = [row["test"] for row in rows if row["rejected"]]
     # The text's own tests: each token counts once in them.
-    bins = [row for row in rows if row["test"].startswith("bins_")]
+    bins = [row for row in rows if row["test"].startswith("bins_")] or [row for row in rows if row["test"] == "joint"]
     stats = [record["stats"] for record in texts if "stats" in record]
     rounds = sum(one["row_rounds"] for one in stats)
     return {
@@ -170,6 +162,7 @@ def _summary(arm: Arm, rows: Sequence[Mapping[str, Any]], texts: Sequence[Mappin
         "failed_tests": fallen,
         "least_p": min((row["p"] for row in rows), default=None),
         "tokens": sum(record["n"] for record in texts),
+        "drafted": sum(one["drafted"] for one in stats) if stats else None,
         "edge_tokens": sum(record["edge"] for record in texts),
         "finds": max((row["finds"] for row in bins), default=None),
         "bound": max((row["bound"] for row in bins), default=None),
@@ -185,28 +178,38 @@ def _line(settings: Settings, arms: Sequence[Mapping[str, Any]]) -> tuple[str, i
     wrong = [arm for arm in judged if arm["lossless"] and not arm["passes"]]
     missed = [arm for arm in judged if not arm["lossless"] and arm["passes"]]
     caught = [arm for arm in judged if not arm["lossless"] and not arm["passes"]]
-    claims = [arm for arm in judged if arm["lossless"] and arm["tokens"]]
+    claims = [arm for arm in judged if arm["lossless"]]
     if not judged:
         return "FAIL: nothing was measured", FAILED
     if settings.inject and not wrong:
         return _line_of_bug(settings, caught, missed)
+    # Plain decoding makes first tokens alone; where there are texts, it is the rules that count.
+    told = [arm for arm in claims if arm["tokens"]]
+    least = min((arm["tokens"] for arm in told), default=0)
+    follow = f" of at least {least} tokens follow it" if told else " follow it in first tokens"
+    told = told or claims
+    weak = [arm for arm in told if arm["passes"] and (arm["finds"] is None or arm["finds"] >= POWERLESS)]
+    idle = [arm for arm in claims if arm["passes"] and arm["drafted"] == 0]
     parts = []
     if wrong:
         parts.append("not the target's law: " + "; ".join(f"{a['arm']} (p={a['least_p']:.1e})" for a in wrong))
     if missed:
         parts.append("not told from the target's law: " + "; ".join(a["arm"] for a in missed))
+    if idle:
+        parts.append("nothing was drafted, so that no rule was tested: " + "; ".join(a["arm"] for a in idle))
+    if weak:
+        parts.append(
+            f"too few tokens to find a total variation of {POWERLESS:g} at 99 %: "
+            + "; ".join(f"{a['arm']} ({a['tokens']} tokens)" for a in weak)
+        )
     if caught:
         parts.append("caught: " + "; ".join(f"{a['arm']} (p={a['least_p']:.1e})" for a in caught))
-    if claims and not wrong:
-        finds = [a["finds"] for a in claims if a["finds"] is not None]
-        bounds = [a["bound"] for a in claims if a["bound"] is not None]
-        parts.append(f"{len(claims)} lossless arms of at least {min(a['tokens'] for a in claims)} tokens follow it")
-        if finds:
-            parts.append(
-                f"a total variation of {max(finds):.3f} would have been found at 99 %, and {max(bounds):.3f} bounds it"
-            )
-    code = FAILED if wrong else MISSED if missed else CAUGHT
-    word = {FAILED: "FAIL", MISSED: "MISSED", CAUGHT: "PASS"}[code]
+    if claims and not (wrong or weak or idle):
+        finds, bound = max(a["finds"] for a in told), max(a["bound"] for a in told)
+        parts.append(f"{len(told)} lossless arms{follow}")
+        parts.append(f"a total variation of {finds:.3f} would have been found at 99 %, and {bound:.3f} bounds it")
+    code = FAILED if wrong else MISSED if missed or weak or idle else CAUGHT
+    word = {FAILED: "FAIL", MISSED: "MISSED" if missed else "NOT TESTED", CAUGHT: "PASS"}[code]
     return f"{word} (family {settings.family:g}): " + "; ".join(parts), code
 
 

@@ -2,6 +2,7 @@
 
 from hf_treespec.train.cut import cut_model, spaced_layers
 from hf_treespec.train.loop import LoopSettings, Progress
+from hf_treespec.train.mark import weights_mark
 from hf_treespec.train.result import TrainResult
 from hf_treespec.train.run import Stage, train_draft
 from hf_treespec.train.settings import KINDS, TrainSettings
@@ -27,5 +28,6 @@ __all__ = [
     "read_texts",
     "spaced_layers",
     "train_draft",
+    "weights_mark",
     "write_texts",
 ]

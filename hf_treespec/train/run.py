@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
 
 from hf_treespec import _compat
 from hf_treespec.api.support import require_support
@@ -26,6 +25,7 @@ from hf_treespec.train.data import TargetData, check_held_out
 from hf_treespec.train.fresh import frequent_ids
 from hf_treespec.train.kinds import check_layers, lesson_of, new_draft, save
 from hf_treespec.train.loop import fit
+from hf_treespec.train.mark import weights_mark
 from hf_treespec.train.measure import measure
 from hf_treespec.train.processes import check_accelerator, on_first
 from hf_treespec.train.result import TrainResult
@@ -41,8 +41,6 @@ __all__ = ["Stage", "train_draft"]
 
 _RESULT = "result.json"
 _FOLDERS = ("data", "checkpoints", "draft")
-# How many weights of a tensor say which target it is.
-_MARKED = 64
 
 
 class Stage(NamedTuple):
@@ -159,7 +157,7 @@ class _Run:
         self._tell = tell
         self._name = name
         self._made_with = made_with
-        self._mark = f"{Path(name).name}:{_mark(model)}"
+        self._mark = f"{Path(name).name}:{weights_mark(model)}"
 
     def claim(self, fresh: bool) -> None:
         """Make the folder that of this run."""
@@ -167,7 +165,7 @@ class _Run:
         about = {"target": self._mark, "prompts": told, **self._settings.to_dict()}
         if self._settings.init is not None:
             # What counts is the draft, not where it lies.
-            about["init"] = _mark(new_draft(self._model, (), self._settings))
+            about["init"] = weights_mark(new_draft(self._model, (), self._settings))
         loop = {key: value for key, value in about["loop"].items() if f"loop.{key}" not in FREE}
         fingerprint = hashlib.sha256(json.dumps({**about, "loop": loop}, sort_keys=True).encode()).hexdigest()
 
@@ -295,15 +293,3 @@ def _usable(
             f"{longest} tokens, as the target takes {longest + behind} and {behind} are to come"
         )
     return found
-
-
-def _mark(model: nn.Module) -> str:
-    """A short name for the class of a model and its weights: of these their types, and a few numbers of each."""
-    told = hashlib.sha256(type(model).__name__.encode())
-    for name, tensor in model.state_dict().items():
-        told.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        if tensor.device.type != "meta":
-            flat = tensor.detach().flatten()
-            some = flat[:: max(1, len(flat) // _MARKED)][:_MARKED]
-            told.update(repr(some.to("cpu", torch.float64).tolist()).encode())
-    return told.hexdigest()[:12]

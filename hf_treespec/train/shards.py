@@ -48,14 +48,17 @@ def claim(
     except OSError as error:
         raise BrokenRunError(f"{folder}: no folder for results: {error}") from error
     if fresh:
-        for old in [*folder.glob("shard-*.jsonl"), *folder.glob(_RUN)]:
-            old.unlink()
+        try:
+            for old in [*folder.glob("shard-*.jsonl"), *folder.glob(_RUN)]:
+                old.unlink()
+        except OSError as error:
+            raise BrokenRunError(f"{folder} cannot be emptied: {error}; pass another --out") from error
     run = folder / _RUN
     if run.exists():
         try:
             told = json.loads(run.read_text())
             found, before = told["fingerprint"], told.get("settings")
-        except (ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError) as error:
             raise BrokenRunError(
                 f"{run} cannot be read ({type(error).__name__}: {error}); pass --fresh or another --out"
             ) from error

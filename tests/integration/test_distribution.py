@@ -5,21 +5,26 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import distribution
 import injection
+import units
+from expected import SettingsError
+from generation_fields import shaping
 from hf_treespec.train import read_shards
 from mutants import MUTANTS, mutant
 from promptsource import Prompt
@@ -280,10 +285,10 @@ def test_two_processes_come_to_what_one_comes_to(model: Path, tmp_path: Path, la
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir(), two.mkdir()
     joint = {"prompts": 2, "samples": 40, "tokens": 3, "branches": 3, "rows": 20}
-    run(model, one, joint=joint)
+    run(model, one, joint=joint, repeats=8)
     command = [
         sys.executable, "-m", *LAUNCHERS[launcher], str(ROOT / "evals" / "distribution.py"),
-        "--config", str(config(model, two, joint=joint)), "--out", str(two / "out"),
+        "--config", str(config(model, two, joint=joint, repeats=8)), "--out", str(two / "out"),
     ]  # fmt: skip
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -348,7 +353,11 @@ def test_large_bugs_are_caught_in_generate(model: Path, name: str) -> None:
      ({"drafts": ["drop:1"]}, "'drop:1': expected a form such as"), ({"drafts": ["/nowhere"]}, "cannot be loaded"),
      ({"model": "/nowhere"}, "model: '/nowhere' cannot be loaded"), ({"model": 3}, "model: 3"),
      ({"dtype": "float33"}, "dtype: 'float33'"), ({"sampling": []}, "sampling: "), ({"sampling": [3]}, "sampling: 3"),
-     ({"sampling": [{"temperature": 0}]}, "temperature: 0: expected a number in (0, inf)"),
+     ({"sampling": [{"temperature": 0}]}, "temperature: 0: expected a number in [1e-06, inf)"),
+     ({"sampling": [{"temperature": 1e-40}]}, "temperature: 1e-40: expected a number in [1e-06, inf)"),
+     ({"sampling": [{"repetition_penalty": 1e-40}]}, "repetition_penalty: 1e-40: expected a number in [1e-06, 1e+06]"),
+     ({"prompts": {"dataset": "/nowhere", "split": "x"}}, "prompts: dataset"),
+     ({"tree": {"max_nodes": 0}}, "tree: max_nodes: 0: expected at least 1"),
      ({"sampling": [{"top_k": 2.5}]}, "top_k: 2.5"), ({"sampling": [{"top_p": 1.5}]}, "top_p: 1.5"),
      ({"sampling": [{"temperature": 0.12345671}, {"temperature": 0.12345672}]}, "round them to six digits"),
      ({"tree": "x"}, "tree: 'x'"), ({"tree": {"max_nodes": -1}}, "tree: TreeConfig(max_nodes=-1)"),
@@ -361,6 +370,134 @@ def test_bad_settings_are_named(
     assert run(model, tmp_path, **changes) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and said in error
+
+
+@pytest.mark.parametrize(
+    ("prompts", "arguments"),
+    [("text", ["--limit", "2"]), ("text", ["--inject", "M07,M01"]), ("text", []), ("limit", ["--inject", "M07,M01"]),
+     ("null", ["--inject", "M07,M01"])],
+)  # fmt: skip
+def test_bad_prompts_settings_are_named(
+    model: Path, tmp_path: Path, prompts: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(model / "prompts.jsonl")
+    told = {"text": path, "limit": {"path": path, "limit": "x"}, "null": {"path": path, "limit": None}}[prompts]
+    assert run(model, tmp_path, *arguments, prompts=told) == 2
+    assert capsys.readouterr().err.startswith("error: prompts: ")
+
+
+@pytest.mark.parametrize("setting", ["model", "drafts"])
+def test_damaged_weights_are_named(
+    model: Path, tmp_path: Path, setting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = tmp_path / "bad"
+    shutil.copytree(model, bad)
+    (bad / "model.safetensors").write_bytes(b"xx")
+    changes = {"model": str(bad)} if setting == "model" else {"drafts": [str(bad)]}
+    assert run(model, tmp_path, **changes) == 2
+    assert capsys.readouterr().err.startswith(f"error: {setting}: '{bad}' cannot be loaded: ")
+
+
+def test_no_prompts_are_no_run_and_leave_no_old_results(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(model, tmp_path, "--limit", "1", rules=["coupled"])
+    out = tmp_path / "out"
+    assert (out / "results.json").exists()
+    (tmp_path / "none.jsonl").write_text("")
+    assert run(model, tmp_path, "--fresh", prompts={"path": str(tmp_path / "none.jsonl")}) == 2
+    assert "error: prompts: there are none" in capsys.readouterr().err
+    assert not list(out.glob("results.*"))
+
+
+@pytest.mark.parametrize("name", ["run.json", "results.json"])
+def test_folders_in_the_way_are_named(
+    model: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out" / name).mkdir(parents=True)
+    for arguments in ([], ["--fresh"]):
+        assert run(model, tmp_path, *arguments, "--limit", "1", rules=["coupled"]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and name in error.splitlines()[-1]
+
+
+def test_a_draft_of_a_smaller_vocabulary_serves(model: Path, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    made = LlamaForCausalLM.from_pretrained(model).config
+    torch.manual_seed(3)
+    made.vocab_size = VOCAB - 8
+    LlamaForCausalLM(made).save_pretrained(small)
+    penalty = [{"repetition_penalty": 1.2}]
+    assert run(model, tmp_path, drafts=[str(small)], rules=["traversal"], repeats=4, sampling=penalty) == 0
+    (arm, *_) = numbers(tmp_path)["arms"]
+    assert arm["tokens"] > 100 and arm["drafted"] > 0
+
+
+@pytest.mark.parametrize("told", ["M03,M03", " M03", "M03 "])
+def test_one_bug_may_be_told_as_a_list(model: Path, tmp_path: Path, told: str) -> None:
+    assert run(model, tmp_path, "--inject", told, "--limit", "1", repeats=40) == 0
+    assert numbers(tmp_path)["settings"]["inject"] == "M03"
+
+
+def test_records_of_other_weights_or_versions_are_not_judged(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distribution, "plot", lambda table, picture: None)
+    target, drafter = tmp_path / "target", tmp_path / "drafter"
+    shutil.copytree(model, target), shutil.copytree(model, drafter)
+    changes = {"rules": ["coupled"], "drafts": [str(drafter)], "repeats": 6, "new_tokens": 12}
+    assert run(target, tmp_path, **changes) == 0
+    before = numbers(tmp_path)
+    for folder, name in ((drafter, f"weights.draft {drafter}"), (target, "weights.model")):
+        kept = (folder / "model.safetensors").read_bytes()
+        other = LlamaForCausalLM.from_pretrained(folder)
+        with torch.no_grad():
+            other.model.norm.weight += 0.01
+        other.save_pretrained(folder)
+        assert run(target, tmp_path, **changes) == 2
+        assert f"holds a run with other settings: {name} was " in capsys.readouterr().err
+        (folder / "model.safetensors").write_bytes(kept)
+    right = units.versions
+    monkeypatch.setattr(units, "versions", lambda: {**right(), "hf_treespec": "99.0"})
+    assert run(target, tmp_path, **changes) == 2
+    said = capsys.readouterr().err
+    assert "versions.hf_treespec was" in said and 'is "99.0" now; pass --fresh or another --out' in said
+    monkeypatch.setattr(units, "versions", right)
+    assert run(target, tmp_path, **changes) == 0 and numbers(tmp_path) == before
+    # As folders were before they told it.
+    old = tmp_path / "out" / "run.json"
+    told = json.loads(old.read_text())
+    del told["settings"]["versions"], told["settings"]["weights"]
+    old.write_text(json.dumps({**told, "fingerprint": "0"}))
+    assert run(target, tmp_path, **changes) == 2
+    assert "versions.torch was not set there and is" in capsys.readouterr().err
+
+
+def test_records_of_prompts_that_are_there_no_more_are_not_judged(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"ids": [3 + n, 5, 7]} for n in range(4)]
+    sets = ModuleType("datasets")
+    sets.load_dataset = lambda *a, **k: iter(rows)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", sets)
+    monkeypatch.setattr(distribution, "plot", lambda table, picture: None)
+    changes = {"rules": ["coupled"], "prompts": {"dataset": "x", "field": "ids"}, "repeats": 8}
+    assert run(model, tmp_path, **changes) == 0
+    whole = numbers(tmp_path)["arms"][0]["tokens"]
+    del rows[2:]
+    assert run(model, tmp_path, **changes) == 0
+    assert 0 < numbers(tmp_path)["arms"][0]["tokens"] < whole
+    rows[0] = {"ids": [9, 9, 9]}
+    assert run(model, tmp_path, **changes) == 2
+    assert "prompt 0 is another one now" in capsys.readouterr().err
+
+    def broken(*a: Any, **k: Any) -> Any:
+        raise FileNotFoundError("no such set")
+
+    sets.load_dataset = broken  # type: ignore[attr-defined]
+    assert run(model, tmp_path, "--fresh", **changes) == 2
+    said = "prompts: dataset 'x', name '', split 'test': FileNotFoundError: no such set"
+    assert said in capsys.readouterr().err
 
 
 def test_a_config_that_is_no_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -387,7 +524,8 @@ def test_bad_prompts_are_named(
 def test_a_folder_that_no_run_has_left_is_named(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(model, tmp_path) == 0
+    # Nothing wrong, and too few tokens to say more.
+    assert run(model, tmp_path) == 3
     shard, told = tmp_path / "out" / "shard-0000.jsonl", tmp_path / "out" / "run.json"
     whole, right = shard.read_bytes(), told.read_text()
     for broken in (b"{\n", b"[1]\n", b"{}\n", b"\n"):
@@ -410,7 +548,7 @@ def test_a_folder_that_no_run_has_left_is_named(
         assert run(model, tmp_path) == 2
         assert "run.json cannot be read" in capsys.readouterr().err
     told.write_text(right)
-    assert run(model, tmp_path) == 0
+    assert run(model, tmp_path) == 3
     (tmp_path / "file").write_text("")
     path = str(config(model, tmp_path))
     assert distribution.main(["--config", path, "--out", str(tmp_path / "file"), "--quiet"]) == 2
@@ -418,8 +556,8 @@ def test_a_folder_that_no_run_has_left_is_named(
 
 
 def test_one_value_counts_as_a_list_and_an_empty_one_as_none(model: Path, tmp_path: Path) -> None:
-    tree = {"max_nodes": 6, "fallback": False}
-    assert run(model, tmp_path, rules="coupled", drafts="noise:0.3", sampling={"top_k": 5}, joint=None, tree=tree) == 0
+    one = {"rules": "coupled", "drafts": "noise:0.3", "sampling": {"top_k": 5}, "joint": None, "repeats": 8}
+    assert run(model, tmp_path, tree={"max_nodes": 6, "fallback": False}, **one) == 0
     assert [arm["arm"] for arm in numbers(tmp_path)["arms"]] == ["coupled noise:0.3 top_k=5"]
 
 
@@ -462,7 +600,32 @@ def test_a_model_that_shapes_its_law_by_itself_is_noticed(
     other.generation_config.suppress_tokens = [5, 6, 7]
     other.save_pretrained(shaped)
     assert run(shaped, tmp_path, prompts={"path": str(model / "prompts.jsonl"), "field": "ids"}) == 2
-    assert "the model's generation_config adds processors" in capsys.readouterr().err
+    assert "model: its generation_config sets suppress_tokens=[5, 6, 7], so that" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["suppress_tokens", "forced_eos_token_id"])
+def test_plain_decoding_of_another_law_is_noticed_by_its_laws(model: Path, name: str) -> None:
+    bench, prompt = bench_of(model, "M03")
+    setattr(bench.stock.generation_config, name, {"suppress_tokens": [5, 6, 7], "forced_eos_token_id": 5}[name])
+    with pytest.raises(SettingsError, match="the model's generation_config adds processors"):
+        bench.check_null(bench.settings.arms()[0], prompt)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("exponential_decay_length_penalty", (6, 1.5)), ("no_repeat_ngram_size", 2), ("max_time", 0.001),
+     ("stop_strings", ["x"]), ("forced_eos_token_id", 0), ("min_p", 0.2), ("num_beams", 3), ("typical_p", 0.9),
+     ("bad_words_ids", [[5]]), ("cache_implementation", "quantized"), ("assistant_ensemble_weight", 0.5)],
+)  # fmt: skip
+def test_a_generation_config_that_shapes_is_named_by_its_fields(name: str, value: object) -> None:
+    config = GenerationConfig(
+        eos_token_id=2, temperature=0.6, top_k=50, do_sample=True, suppress_tokens=[], typical_p=1.0
+    )
+    config.update(no_repeat_ngram_size=0, num_beams=1, cache_implementation="static", max_length=99)
+    assert shaping(config) == []
+    setattr(config, name, value)
+    assert shaping(config) == [f"{name}={value!r}"]
 
 
 def test_mutants_run_under_the_rule_that_shows_them() -> None:

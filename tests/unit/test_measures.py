@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from measures import (
+    BENTKUS,
     chi_square,
     chi_square_quantile,
     chi_square_tail,
@@ -15,6 +16,8 @@ from measures import (
     kolmogorov_smirnov,
     martingale_tail,
     normal_tail,
+    pearson,
+    poisson_tail,
     smallest_variation,
     two_samples,
     uniform_bins,
@@ -32,15 +35,39 @@ def test_tails_are_those_of_the_tables() -> None:
     assert chi_square_tail(math.inf, 3) == 0.0 and chi_square_tail(5.0, 0) == 1.0
 
 
-def test_martingales() -> None:
-    assert martingale_tail(30.0, 100.0, 5000) == normal_tail(3.0)
-    # Few terms: Chebyshev, 1 / 3^2.
-    assert martingale_tail(-30.0, 100.0, 50) == pytest.approx(1 / 9)
+def test_martingales_are_bounded_by_a_poisson_number() -> None:
+    # Much variance for its steps: nearly normal, up to the factor.
+    assert martingale_tail(3e4, 1e8, 1.0) == pytest.approx(BENTKUS * normal_tail(3.0), rel=0.01)
     # One event of chance 1e-6 is a rarity, not one of thousands of deviations.
-    rare = martingale_tail(1.0, 1e-6, 100_000, within_one=True)
-    assert rare == pytest.approx(2 * math.exp(-1.5), rel=1e-4)
-    assert martingale_tail(30.0, 100.0, 50, within_one=True) == pytest.approx(1 / 9)
-    assert martingale_tail(0.0, 3.0, 10) == martingale_tail(1.0, 0.0, 10) == 1.0
+    assert martingale_tail(1.0, 1e-6, 1.0) == pytest.approx(2 * BENTKUS * 1e-6, rel=1e-3)
+    # N - 0.5 with N Poisson of mean 0.5, in steps of 10: N >= 3.
+    tail = 1 - math.exp(-0.5) * (1 + 0.5 + 0.125)
+    assert martingale_tail(25.0, 50.0, 10.0) == martingale_tail(-25.0, 50.0, 10.0)
+    assert martingale_tail(25.0, 50.0, 10.0) == pytest.approx(2 * BENTKUS * tail)
+    assert martingale_tail(0.0, 3.0, 1.0) == martingale_tail(1.0, 0.0, 1.0) == martingale_tail(0.1, 3.0, 1.0) == 1.0
+
+
+@pytest.mark.parametrize("chance", [3e-5, 3e-4, 3e-3, 0.03, 0.3])
+@pytest.mark.parametrize("sizes", [(1.0, 1.0), (1.0, 0.1)])
+def test_p_values_of_peaked_laws_are_not_too_small(chance: float, sizes: tuple[float, float]) -> None:
+    """Two kinds of rare steps, up and down: at no level more rejections than it says."""
+    n, runs, step = 2000, 20_000, 16.0
+    dice = torch.Generator().manual_seed(5)
+    up, down = (torch.poisson(torch.full((runs,), n * chance), generator=dice).double() for _ in range(2))
+    values = step * (sizes[0] * (up - n * chance) - sizes[1] * (down - n * chance))
+    variance = step**2 * n * chance * (sizes[0] ** 2 + sizes[1] ** 2)
+    found = torch.tensor([martingale_tail(float(value), variance, step) for value in values.unique()])
+    each = found[values.unique(return_inverse=True)[1]]
+    for level in (0.05, 1e-2, 1e-3):
+        expected = level * runs
+        assert int((each <= level).sum()) <= expected + 4 * math.sqrt(expected)
+    assert float(each.min()) > 1e-6
+
+
+def test_rare_events() -> None:
+    assert poisson_tail(5, 0.4) == pytest.approx(1.2e-4, rel=0.03)
+    assert poisson_tail(0, 0.4) == poisson_tail(0, 0.0) == 1.0 and poisson_tail(1, 0.0) == 0.0
+    assert poisson_tail(0, 50.0) == pytest.approx(2 * math.exp(-50))
 
 
 def test_pearson_by_hand() -> None:
@@ -52,15 +79,18 @@ def test_pearson_by_hand() -> None:
     assert (p, freedom) == (1.0, 1)
     assert chi_square([99, 1], [1.0, 0.0]) == (0.0, 1)
     assert chi_square([100, 0], [1.0, 0.0]) == (1.0, 0)
+    # A rare rest is no part of the statistic, and counts by itself.
+    statistic, freedom, rare = pearson([260, 135, 5], [0.4995, 0.4995, 0.001])
+    assert (statistic, freedom) == (pytest.approx(2 * 62.5**2 / 197.5), 1) and rare == (5, pytest.approx(0.4))
+    assert chi_square([199, 196, 5], [0.4995, 0.4995, 0.001]) == (pytest.approx(2 * poisson_tail(5, 0.4)), 2)
 
 
 def test_two_samples_by_hand() -> None:
-    p, freedom = two_samples({"a": 30, "b": 70}, {"a": 50, "b": 50})
     # 2 x 2: n (ad - bc)^2 / (margins) = 200 * (30*50 - 70*50)^2 / (100 * 100 * 80 * 120) = 8.333.
-    assert freedom == 1 and p == pytest.approx(chi_square_tail(25 / 3, 1))
-    p, freedom = two_samples({"a": 300, "b": 700}, {"a": 30, "b": 70})
-    assert freedom == 1 and p == pytest.approx(1.0)
+    assert two_samples({"a": 30, "b": 70}, {"a": 50, "b": 50}) == (pytest.approx(25 / 3), 1)
+    assert two_samples({"a": 300, "b": 700}, {"a": 30, "b": 70}) == (pytest.approx(0.0), 1)
     assert two_samples({"a": 50, "x": 1}, {"a": 50, "y": 1})[1] == 1
+    assert two_samples({"a": 400}, {"a": 400}) == (0.0, 0)
 
 
 def test_kolmogorov_smirnov() -> None:

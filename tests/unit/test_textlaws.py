@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from measures import kolmogorov_smirnov, normal_tail
+from measures import kolmogorov_smirnov, martingale_tail, normal_tail
 from settings import SAMPLING
-from textlaws import cell_of, cells, laws_of_text, processors, together, witness
+from textlaws import STEPS, cell_of, cells, laws_of_text, processors, together, witness
 from tiny import perturbed, stock
 
 TEXT = 4000
@@ -63,6 +63,26 @@ def test_texts_of_another_law_do_not() -> None:
     assert p_values(witness(target, target, None, said, 1))["score_recent"] < 1e-3
     found = p_values(witness(target, target, draft, say(towards, 5), 1))
     assert found["score_ratio"] < 1e-6 and found["place_ratio"] < 1e-2
+
+
+@pytest.mark.parametrize("temperature", [0.05, 0.2])
+def test_texts_of_peaked_laws_pass(temperature: float) -> None:
+    """The draft says next to nothing of what the target sometimes says, and the target is nearly certain."""
+    dice = torch.Generator().manual_seed(11)
+    logits = torch.randn(TEXT, VOCAB, generator=dice, dtype=torch.float64)
+    target = (logits / temperature).log_softmax(-1)
+    best = target.topk(2, -1).indices
+    draft = torch.full_like(target, -math.inf).scatter(1, best[:, :1], 0.0)
+    least = 1.0
+    for seed in range(12):
+        found = witness(target, target, draft, say(target.exp(), seed + 90), seed)
+        for what in ("p", "ratio"):
+            value, variance = found[f"score_{what}"]
+            least = min(least, martingale_tail(value, variance, STEPS[what]))
+    assert least > 1e-3
+    # No step is larger than it says.
+    one = witness(target[:1], target[:1], draft[:1], [int(best[0, 1])], 1)
+    assert abs(one["score_ratio"][0]) <= STEPS["ratio"] and abs(one["score_p"][0]) <= STEPS["p"]
 
 
 def test_places_by_hand() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from measures import normal_tail
+from measures import martingale_tail
 from settings import Settings
-from verdict import _normal_of, judge
+from verdict import judge
 
 RULES = ("traversal", "typical-lossy")
 
@@ -49,7 +49,7 @@ def test_right_rules_pass_and_wrong_ones_are_caught() -> None:
     )
     assert 0.02 < good["finds"] < 0.1 and good["bound"] > 0.03
     scores = [row for row in found.rows if row["test"] == "score_p"]
-    assert [row["p"] for row in scores] == [pytest.approx(normal_tail(9 / 300**0.5))] * 2
+    assert [row["p"] for row in scores] == [martingale_tail(9.0, 300.0, 16.0)] * 2
 
 
 def test_a_claim_that_fails_outweighs_all_else() -> None:
@@ -143,6 +143,60 @@ def test_first_tokens_are_judged_by_their_law_and_by_plain_decoding() -> None:
     assert judge(told, [joint("traversal", slight, prompt) for prompt in range(4)]).code == 1
 
 
-def test_normal_scores_of_p_values() -> None:
-    for z in (-3.0, 0.0, 2.5, 6.5, 20.0):
-        assert _normal_of(normal_tail(z) / 2 if z >= 0 else 1 - normal_tail(z) / 2) == pytest.approx(z, abs=1e-6)
+CERTAIN = {"1": 1.0}
+NEARLY = {"1": 1 - 1e-9, "*": 1e-9}
+OFTEN = {"1": 0.9975, "*": 0.0025}
+
+
+@pytest.mark.parametrize("law", [CERTAIN, NEARLY, OFTEN])
+@pytest.mark.parametrize("others", [1, 3])
+def test_a_prompt_that_can_tell_nothing_hides_nothing(law: dict[str, float], others: int) -> None:
+    """However many first tokens are certain, 260 of 400 where the law says a half are too many."""
+    half = {"1": 0.5, "2": 0.5}
+    told = [
+        {**joint(rule, counts), "law": half, "prompt": 0, "key": f"0 {rule}"}
+        for rule, counts in (("traversal", {"1": 260, "2": 140}), ("stock", {"1": 200, "2": 200}))
+    ]
+    alone = judge(settings(rules=("traversal",)), told)
+    assert alone.arms[0]["failed_tests"] == ["joint", "stock"]
+    for prompt in range(1, others + 1):
+        for rule in ("traversal", "stock"):
+            told.append({**joint(rule, {"1": 400}, prompt), "law": law})
+    found = judge(settings(rules=("traversal",)), told)
+    assert found.code == 1 and found.arms[0]["failed_tests"] == ["joint", "stock"]
+    tests = {row["test"]: row["p"] for row in found.rows if row["arm"] == "traversal ngram"}
+    assert tests["joint"] < 1e-7 and tests["stock"] < 1e-3 / 3
+
+
+def test_what_is_rare_counts_together_and_not_by_a_statistic() -> None:
+    """Five where 0.4 are expected have a chance of 6e-5, not the 3e-13 of Pearson's statistic."""
+    told = settings(rules=("traversal",))
+    few = [{**joint("traversal", {"1": 398, "*": 2}, prompt), "law": {"1": 0.999, "*": 0.001}} for prompt in range(3)]
+    (row,) = judge(told, few[:1]).rows
+    assert 0.05 < row["p"] < 0.2
+    (row,) = judge(told, few).rows
+    assert row["p"] == pytest.approx(2 * 1.5e-3, rel=0.1)
+    (row,) = judge(told, [{**few[0], "counts": {"1": 100, "*": 300}}]).rows
+    assert row["p"] < 1e-100
+
+
+def test_certain_first_tokens_alone_are_no_pass() -> None:
+    told = [{**joint(rule, {"1": 400}), "law": CERTAIN} for rule in ("traversal", "stock")]
+    found = judge(settings(rules=("traversal",)), told)
+    assert found.code == 1 and found.line == "FAIL: nothing was measured"
+    right = judge(settings(rules=("traversal",)), [joint("traversal", {"1": 500, "2": 300, "*": 200})])
+    assert right.code == 0 and "1 lossless arms follow it in first tokens; a total variation of 0.0" in right.line
+
+
+def test_too_few_tokens_and_trees_without_nodes_are_no_pass() -> None:
+    told = settings(rules=("traversal",))
+    few = judge(told, records(n=48)[:3])
+    assert few.code == 3 and few.line == (
+        "NOT TESTED (family 0.001): too few tokens to find a total variation of 0.5 at 99 %: "
+        "traversal ngram (48 tokens)"
+    )
+    bare = {"row_rounds": 10, "accepted": 0, "expected": 0.0, "drafted": 0}
+    idle = judge(told, records(stats=bare)[:3])
+    assert idle.code == 3 and idle.line == (
+        "NOT TESTED (family 0.001): nothing was drafted, so that no rule was tested: traversal ngram"
+    )
