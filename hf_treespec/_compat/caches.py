@@ -205,6 +205,24 @@ def is_linear_attention(layer: Any) -> bool:
     return isinstance(layer, _caches.LinearAttentionCacheLayerMixin)
 
 
+def cache_name(cache: Any) -> str:
+    """What kind of cache it is, as far as reading it costs: classes, storage, and its room where that is all read."""
+    if cache is None:
+        return "no cache"
+    name = type(cache).__name__
+    if isinstance(cache, _caches.EncoderDecoderCache):
+        return f"{name} of {cache_name(cache.self_attention_cache)}"
+    layers = getattr(cache, "layers", ())
+    parts = ["+".join(sorted({type(layer).__name__ for layer in layers})) or "no layers"]
+    parts += [str(cache.storage)] if hasattr(cache, "storage") else []
+    parts += [f"{bits} bits" for bits in sorted({layer.nbits for layer in layers if hasattr(layer, "nbits")})]
+    if has_fixed_size(cache):
+        slots = max(int(layer.max_cache_len) for layer in layers if isinstance(layer, _caches.StaticLayer))
+        parts.append(f"{1 << (slots - 1).bit_length()} slots")
+    parts += ["offloaded"] if is_offloaded(cache) else []
+    return f"{name} of {' '.join(parts)}"
+
+
 def is_offloaded(cache: Cache) -> bool:
     """Whether the layers of the cache move between devices during a forward."""
     return bool(getattr(cache, "offloading", False))

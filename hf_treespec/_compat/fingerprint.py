@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from typing import Any
 
 import transformers
 from torch import nn
@@ -28,4 +29,11 @@ def class_name(model: nn.Module) -> str:
 def config_hash(model: PreTrainedModel) -> str:
     """Of the settings of the model's config that its computations go by."""
     settings = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_ITS_OWN}
-    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(_in_order(settings), default=str).encode()).hexdigest()[:16]
+
+
+def _in_order(value: Any) -> Any:
+    """The same with the keys of dicts in the order of their text: keys of several types have no other."""
+    if isinstance(value, dict):
+        return {str(key): _in_order(value[key]) for key in sorted(value, key=str)}
+    return [_in_order(one) for one in value] if isinstance(value, list | tuple) else value

@@ -16,7 +16,7 @@ from hf_treespec.api.enable import disable, enable, is_enabled
 from hf_treespec.api.support import require_support, unwrap
 from hf_treespec.config import TreeConfig
 from hf_treespec.control import SizePolicy, keep_measured
-from hf_treespec.engine import SizedTrees, Trial, on_trial, setting_of
+from hf_treespec.engine import SizedTrees, Trial, on_trial, take_measured
 from hf_treespec.errors import TreeConfigError, UnsupportedModelError
 from hf_treespec.routes import Route
 
@@ -46,7 +46,8 @@ def calibrate(
 
     The cost of the target is that of whole rounds over random tokens, without drafting. The draft is run on the
     prompts, with trees of several depths; with it comes a config. All is kept in the file of costs, see
-    `hf_treespec.control.cache_folder`, from which later calls of `generate` begin; they never write to it.
+    `hf_treespec.control.cache_folder`, from which later calls of `generate` begin; they never write to it. Calls of
+    this model that began before take it up, too.
 
     Args:
         model: the target, enabled or not; it is given back as it was.
@@ -67,7 +68,8 @@ def calibrate(
         What was found; `save` writes it to a folder.
 
     Raises:
-        TreeConfigError: naming the argument that cannot work.
+        TreeConfigError: naming the argument that cannot work, before anything is measured; or sizes that could not
+            be timed.
         UnsupportedModelError: for a model that takes no trees, or reads one token a forward only.
     """
     inner = unwrap(model)
@@ -81,18 +83,20 @@ def calibrate(
         sizes.append(max_nodes)
     _check(inner, max_nodes=max_nodes, contexts=contexts, batches=batches, repeats=repeats, rounds=len(sizes))
     tell = report or (lambda step: None)
-    own = tree_config or TreeConfig(max_nodes=max_nodes)
+    own = TreeConfig(max_nodes=max_nodes) if tree_config is None else tree_config
+    _check_prompts(prompts, own)
     trees = TreeConfig(
         max_nodes=max_nodes, max_depth=_DEPTH, max_children=4, fallback="off", kv_cache=own.kv_cache,
         attention=own.attention,
     )  # fmt: skip
     with _enabled(model):
-        timings = []
+        timings, trial = [], Trial()
         for batch in dict.fromkeys(batches):
             for context in dict.fromkeys(contexts):
                 tell(f"costs: batch {batch}, context {context}")
-                timings += _timed(model, inner, sizes, repeats, (batch, context), trees, support.route.by_paths)
-        setting = setting_of(inner, support.route.value, inner.device, own.kv_cache)
+                timings += _timed(model, inner, sizes, repeats, (batch, context), trees, support.route.by_paths, trial)
+        setting = trial.setting
+        assert setting is not None
         drafted: dict[str, Any] = {}
         if prompts:
             arguments = {"max_new_tokens": max_new_tokens, **call}
@@ -101,6 +105,7 @@ def calibrate(
     found = Calibration(setting=setting, timings=tuple(timings), measured=now, **{"draft": "", **drafted})
     if keep:
         keep_measured(found.curves())
+        take_measured(inner, found.curves())
     return found
 
 
@@ -117,6 +122,24 @@ def _check(model: Any, *, max_nodes: int, contexts: Any, batches: Any, repeats: 
         raise TreeConfigError(
             f"calibrate(contexts={list(contexts)!r}): the model reads {limit} positions, of which the rounds take "
             f"{room}; expected {max(limit - room, 0)} at most"
+        )
+
+
+def _check_prompts(prompts: Any, config: TreeConfig) -> None:
+    for number, prompt in enumerate(prompts):
+        ids = prompt.get("input_ids") if isinstance(prompt, Mapping) else None
+        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[0] != 1 or not ids.shape[1]:
+            got = f"of shape {list(ids.shape)}" if isinstance(ids, torch.Tensor) else f"{type(ids).__name__}"
+            if not isinstance(prompt, Mapping):
+                got = f"none in a {type(prompt).__name__}"
+            raise TreeConfigError(
+                f"calibrate(prompts=...): input_ids of prompts[{number}] are {got}; expected a mapping with the "
+                "input_ids of one row, [1, tokens]"
+            )
+    if prompts and not config.max_nodes:
+        raise TreeConfigError(
+            "calibrate(tree_config=...) with prompts: its max_nodes is 0, so that nothing is drafted on them; expected "
+            "at least 1, or no prompts"
         )
 
 
@@ -144,21 +167,31 @@ def _timed(
     shape: tuple[int, int],
     config: TreeConfig,
     by_paths: bool,
+    trial: Trial,
 ) -> list[Timing]:
     batch, context = shape
     vocab = min(_compat.vocabulary_size(inner), _compat.embedding_rows(inner))
     source = SizedTrees(sizes, repeats, by_paths=by_paths, vocab_size=vocab)
-    room = _rounds(len(sizes), repeats)
-    for seed in range(_ATTEMPTS):
+    trial.source, room = source, _rounds(len(sizes), repeats)
+    for seed in range(_ATTEMPTS + 1):
         if not source.rounds_left:
             break
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(vocab, (batch, context), generator=generator).to(inner.device)
-        with on_trial(Trial(source)), _compat.quiet_transformers():
+        # To hold the end off takes time of its own in every round: it is done where nothing else helps.
+        held: dict[str, int] = {"min_new_tokens": room} if seed == _ATTEMPTS else {}
+        with on_trial(trial), _compat.quiet_transformers():
             model.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=room, tree_config=config
-            )
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=room, tree_config=config,
+                **held,
+            )  # fmt: skip
         source.end()
+    if missing := source.missing:
+        raise TreeConfigError(
+            f"calibrate(max_nodes={max(sizes)}, contexts=[{context}], batches=[{batch}]): rounds of {missing} nodes "
+            f"could not be timed, as {_ATTEMPTS + 1} texts of random tokens ended, or left no room for such trees, "
+            f"before; expected room for {room} tokens behind the context and for trees that large"
+        )
     return [
         Timing(batch=batch, context=context, nodes=nodes, seconds=tuple(seconds))
         for nodes, seconds in sorted(source.seconds.items())
@@ -185,7 +218,10 @@ def _drafted(
         with on_trial(trial):
             model.generate(**prompt, **arguments, assistant_model=draft_model, tree_config=own)
     samples, hits = _summed(trial.policies, config)
-    levels = trial.policies[-1].costs.drafting.known()
+    levels: dict[int, float] = {}
+    for policy in trial.policies:
+        # Calls under a rule of independent draws leave nothing to each other.
+        levels |= policy.costs.drafting.known()
     context = sum(int(prompt["input_ids"].shape[1]) for prompt in prompts) // len(prompts)
     context += int(arguments["max_new_tokens"]) // 2
     near = min(timings, key=lambda one: (one.batch, abs(one.context - context)))

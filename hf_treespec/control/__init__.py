@@ -1,7 +1,7 @@
 """Deciding sizes: measured cost, measured gain, plain decoding where no tree pays."""
 
 from hf_treespec.control.acceptance import gains_by_depth
-from hf_treespec.control.costs import CostKey, Costs, costs_of, forget_texts, interpolated
+from hf_treespec.control.costs import CostKey, Costs, costs_of, forget_texts, interpolated, known_of
 from hf_treespec.control.policy import SizePolicy
 from hf_treespec.control.store import Measured, Setting, cache_folder, find_measured, keep_measured
 
@@ -17,5 +17,6 @@ __all__ = [
     "forget_texts",
     "gains_by_depth",
     "interpolated",
+    "known_of",
     "keep_measured",
 ]

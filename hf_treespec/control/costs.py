@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 from hf_treespec.control.acceptance import Acceptance
@@ -17,6 +18,7 @@ __all__ = [
     "costs_of",
     "forget_texts",
     "interpolated",
+    "known_of",
     "rung",
     "size_ladder",
 ]
@@ -86,8 +88,8 @@ class CostCurve:
         self._told.clear()
 
     def assume(self, known: Mapping[int, float]) -> None:
-        """Begin from a curve that was measured elsewhere; timings since count on."""
-        self._base = dict(known)
+        """Begin from a curve that was measured elsewhere, instead of any timings before; those since count on."""
+        self._base, self._timed = dict(known), {}
         self._told.clear()
 
     def renew(self) -> None:
@@ -212,7 +214,7 @@ class CostKey(NamedTuple):
         dtype: of the target.
         device: of the target.
         attention: its implementation.
-        route: how trees enter it.
+        route: how trees enter it, and by which cache.
         threads: of the CPU.
         draft: what drafts.
     """
@@ -238,22 +240,53 @@ class Costs:
         self._buckets: dict[int, RoundCosts] = {}
 
     def at(self, context: int) -> RoundCosts:
-        """Those of texts of about this length; what is known of the nearest other length is where they begin."""
-        bucket = max(_SMALLEST_CONTEXT, context.bit_length())
-        if bucket not in self._buckets:
-            fresh = RoundCosts()
-            for other in sorted(self._buckets, key=lambda one: abs(one - bucket)):
-                if self._buckets[other].target:
-                    near = self._buckets[other]
-                    fresh.assume(target=near.target.known(), drafting=near.drafting.known())
-                    break
-            self._buckets[bucket] = fresh
-        return self._buckets[bucket]
+        """Those of texts of about this length.
+
+        What is known of the nearest other length is where they begin: of rounds and of drafts each, as calibration
+        measures the two at lengths of their own.
+        """
+        bucket = _bucket(context)
+        found = self._buckets.setdefault(bucket, RoundCosts())
+        if not found.target or not found.drafting:
+            near = [self._buckets[one] for one in sorted(self._buckets, key=lambda one: abs(one - bucket))]
+            if not found.target:
+                found.assume(target=next((one.target.known() for one in near if one.target), {}), drafting={})
+            if not found.drafting:
+                found.assume(target={}, drafting=next((one.drafting.known() for one in near if one.drafting), {}))
+        return found
 
     def assume(self, context: int, *, target: Mapping[int, float], drafting: Mapping[int, float]) -> None:
         """Begin from curves that were measured before, for texts of about this length."""
-        bucket = self._buckets.setdefault(max(_SMALLEST_CONTEXT, context.bit_length()), RoundCosts())
-        bucket.assume(target=target, drafting=drafting)
+        self._buckets.setdefault(_bucket(context), RoundCosts()).assume(target=target, drafting=drafting)
+
+    def take(self, curves: Iterable[tuple[int, Mapping[int, float], Mapping[int, float]]]) -> None:
+        """Begin anew, at all lengths, from curves that were measured just now; what they do not tell of stays.
+
+        Args:
+            curves: of each the length of the texts, and target and drafting as for `assume`.
+        """
+        measured = Costs()
+        for context, target, drafting in curves:
+            measured.assume(context, target=target, drafting=drafting)
+        for bucket in sorted({*self._buckets, *measured._buckets}):
+            near = measured.at(_longest(bucket))
+            own = self._buckets.setdefault(bucket, RoundCosts())
+            own.assume(target=near.target.known(), drafting=near.drafting.known())
+
+    def of_rounds(self) -> Costs:
+        """A copy, without what texts had to do with."""
+        copy = Costs()
+        copy._buckets = deepcopy(self._buckets)
+        return copy
+
+
+def _bucket(context: int) -> int:
+    return max(_SMALLEST_CONTEXT, context.bit_length())
+
+
+def _longest(bucket: int) -> int:
+    """Context of a bucket."""
+    return (1 << bucket) - 1
 
 
 _BOOK: weakref.WeakKeyDictionary[Any, dict[CostKey, Costs]] = weakref.WeakKeyDictionary()
@@ -271,6 +304,11 @@ def costs_of(model: Any, key: CostKey, begin: Callable[[CostKey], Costs] | None 
     if key not in known:
         known[key] = Costs() if begin is None else begin(key)
     return known[key]
+
+
+def known_of(model: Any) -> Mapping[CostKey, Costs]:
+    """All that is known of a model, by key."""
+    return _BOOK.get(model, {})
 
 
 def forget_texts(of: Callable[[Any], bool]) -> None:

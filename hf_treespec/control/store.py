@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -99,14 +99,29 @@ def keep_measured(curves: Sequence[Measured], folder: Path | None = None) -> Pat
     return path
 
 
-def find_measured(setting: Setting, folder: Path | None = None) -> list[Measured]:
+def find_measured(setting: Setting | Callable[[], Setting], folder: Path | None = None) -> list[Measured]:
     """The curves that hold for a setting.
 
-    A file that cannot be read, and curves of the same model on other versions of torch or transformers, are worth one
-    warning and are ignored.
+    A file that cannot be read, a folder that cannot be found or looked into, and curves of the same model on other
+    versions of torch or transformers, are worth one warning and are ignored.
+
+    Args:
+        setting: of the call, or what makes it, which may fail as the file may.
+        folder: of the file; default `cache_folder()`.
     """
-    path = (folder or cache_folder()) / FILE_NAME
-    curves = _read(path)
+    try:
+        path = (folder or cache_folder()) / FILE_NAME
+        curves = _read(path)
+        if not curves:
+            return []
+        setting = setting() if callable(setting) else setting
+    except (OSError, RuntimeError) as error:
+        # No home folder, or one that is closed to this user: a call needs none of it.
+        _compat.warn_once(
+            f"measured costs ({FILE_NAME}) cannot be looked up and are ignored ({type(error).__name__}: {error}). Set "
+            "HF_TREESPEC_CACHE to a folder that can be read"
+        )
+        return []
     found = [one for one in curves if one.setting == setting]
     old = [one for one in curves if _unversioned(one.setting) == _unversioned(setting)]
     if old and not found:

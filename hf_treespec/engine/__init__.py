@@ -1,7 +1,7 @@
 """Runs rounds: prefill, draft, one target forward, walk, commit, emit."""
 
 from hf_treespec.engine.checks import check_cache_of, check_path_settings, check_settings
-from hf_treespec.engine.costs import setting_of
+from hf_treespec.engine.costs import setting_of, take_measured, way_of
 from hf_treespec.engine.features import FeatureTaps, Places, tapped
 from hf_treespec.engine.forward import TargetForward
 from hf_treespec.engine.kv_cache import check_kv_cache, check_no_cache_beside
@@ -33,6 +33,8 @@ __all__ = [
     "make_target",
     "on_trial",
     "setting_of",
+    "take_measured",
+    "way_of",
     "state_kwargs",
     "tapped",
 ]

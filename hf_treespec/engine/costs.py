@@ -2,58 +2,68 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_treespec import _compat
-from hf_treespec.control import CostKey, Costs, Setting, costs_of, find_measured
+from hf_treespec.control import CostKey, Costs, Measured, Setting, costs_of, find_measured, known_of
 from hf_treespec.engine.request import Request
 from hf_treespec.machine import hardware_of
+from hf_treespec.routes import Route
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["draft_name", "known_costs", "setting_of"]
+__all__ = ["draft_name", "known_costs", "setting_of", "take_measured", "way_of"]
 
 
-def known_costs(request: Request, named: str) -> Costs:
+def known_costs(request: Request, named: str, way: str, *, chooses: bool) -> Costs:
     """What `treespec calibrate` and earlier calls found out of the target, and of the same draft.
+
+    Sizes that are chosen by what earlier draws made likely, or had timed, would hang on draws: the next call may repeat
+    them, and under a rule of independent draws its law would be another. Such a call begins from a copy, which ends
+    with it, of what is known without any call of its kind.
 
     Args:
         request: the call.
         named: the draft, see `draft_name`.
+        way: how trees enter the target, see `way_of`.
+        chooses: whether sizes are chosen, or costs asked for; else nothing is looked up, and nothing is kept.
     """
-    target, device = request.target, request.input_ids.device
-    rows, kv_cache = int(request.input_ids.shape[0]), request.tree_config.kv_cache
+    if not chooses:
+        return Costs()
+    target = request.target
+    rows, device = int(request.input_ids.shape[0]), target.device
     key = CostKey(
         batch=_rounded(rows),
         dtype=_dtype(target),
         device=str(device),
         attention=_compat.attention_implementation(target),
-        route=_way(request.route.value, kv_cache),
+        route=way,
         threads=_threads(device),
         draft=named,
     )
 
     def begin(key: CostKey) -> Costs:
         costs = Costs()
-        for curve in find_measured(setting_of(target, request.route.value, device, kv_cache)):
+        for curve in find_measured(lambda: setting_of(target, way, device)):
             if _rounded(curve.batch) == key.batch and curve.draft in ("", named):
                 costs.assume(curve.context, target=curve.target, drafting=curve.drafting or {})
         return costs
 
-    return costs_of(target, key, begin)
+    known = costs_of(target, key, begin)
+    return known if request.rule is None else known.of_rounds()
 
 
-def setting_of(target: PreTrainedModel, route: str, device: torch.device, kv_cache: str = "auto") -> Setting:
-    """What the costs of a target hold for.
+def setting_of(target: PreTrainedModel, way: str, device: torch.device) -> Setting:
+    """What the costs of a target hold for; to be asked within a call, as some change the attention.
 
     Args:
         target: the model.
-        route: how trees enter it.
+        way: how trees enter it, see `way_of`.
         device: where it lies.
-        kv_cache: `TreeConfig.kv_cache`.
     """
     return Setting(
         model=_compat.class_name(target),
@@ -62,11 +72,41 @@ def setting_of(target: PreTrainedModel, route: str, device: torch.device, kv_cac
         dtype=_dtype(target),
         device=hardware_of(device),
         attention=_compat.attention_implementation(target),
-        route=_way(route, kv_cache),
+        route=way,
         threads=_threads(device),
         torch=torch.__version__,
         transformers=_compat.transformers_version(),
     )
+
+
+def way_of(route: Route, cache: Any, *, guided: bool) -> str:
+    """How trees enter a target: the route, the cache that is read on it, and whether guidance reads all twice.
+
+    Args:
+        route: of the call.
+        cache: of the target, after the prefill.
+        guided: whether guidance is a second stream.
+    """
+    return f"{route.value}, {_compat.cache_name(cache)}{', guided' if guided else ''}"
+
+
+def take_measured(target: PreTrainedModel, curves: Sequence[Measured]) -> None:
+    """Have later calls of this very model begin from curves, too, in place of what earlier ones found.
+
+    Args:
+        target: the model.
+        curves: of it, on this machine.
+    """
+    for key, costs in known_of(target).items():
+        own = (key.dtype, hardware_of(torch.device(key.device)), key.attention, key.route, key.threads)
+        costs.take(
+            (curve.context, curve.target, curve.drafting or {})
+            for curve in curves
+            for of in (curve.setting,)
+            if (of.dtype, of.device, of.attention, of.route, of.threads) == own
+            and _rounded(curve.batch) == key.batch
+            and curve.draft in ("", key.draft)
+        )
 
 
 def draft_name(name: str, request: Request) -> str:
@@ -80,11 +120,6 @@ def draft_name(name: str, request: Request) -> str:
     if own is not None:
         return f"{name} {_compat.class_name(own)} {_count(own)}"
     return f"{name} without {','.join(map(str, request.skipped))}" if request.skipped else name
-
-
-def _way(route: str, kv_cache: str) -> str:
-    """The route, and the cache that is read on it where a call asks for one of the library's own."""
-    return route if kv_cache == "auto" else f"{route}, {kv_cache} cache"
 
 
 def _count(module: torch.nn.Module) -> int:

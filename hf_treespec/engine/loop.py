@@ -29,7 +29,7 @@ from hf_treespec.engine.checks import (
     check_senses,
 )
 from hf_treespec.engine.choice import Choice, make_draft
-from hf_treespec.engine.costs import draft_name, known_costs
+from hf_treespec.engine.costs import draft_name, known_costs, setting_of, way_of
 from hf_treespec.engine.features import FeatureTaps, tapped
 from hf_treespec.engine.forward import TargetForward
 from hf_treespec.engine.guidance import Guidance
@@ -243,7 +243,8 @@ def _decode(
     last_positions, position_limit = positions_of(model, request.route, prompt)
     if guidance is not None:
         last_positions = [max(pair) for pair in zip(last_positions, guidance.last_positions, strict=True)]
-    named = draft_name(draft.name, request)
+    named, way = draft_name(draft.name, request), way_of(request.route, cache, guided=guidance is not None)
+    chooses = config.fallback == "auto" and request.limits.max_nodes > 0 and not barred
     policy = SizePolicy(
         request.limits,
         fallback=config.fallback,
@@ -252,7 +253,7 @@ def _decode(
         batch=batch,
         barred=barred,
         measure=forward.measure,
-        costs=known_costs(request, named),
+        costs=known_costs(request, named, way, chooses=chooses or trial is not None),
         draft=named,
         context=max(prompt.real_tokens),
         learns=trial is not None,
@@ -263,6 +264,7 @@ def _decode(
     )
     if trial is not None:
         trial.policies.append(policy)
+        trial.setting = setting_of(model, way, model.device)
     if isinstance(draft, WeighingDraft):
         draft.promise = policy.promise
     runner = RoundRunner(

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from hf_treespec import clock
-from hf_treespec.control import SizePolicy
+from hf_treespec.control import Setting, SizePolicy
 from hf_treespec.draft import Draft, DraftRow
 from hf_treespec.tree import NODES, PATHS, TokenTree, TreeLimits, best_first_shape
 from hf_treespec.verify import DraftLaws
@@ -38,7 +38,9 @@ class SizedTrees:
         # The first of each size are warm-ups.
         self._left = [size for _ in range(repeats + 1) for size in sizes]
         self._warm_ups = len(sizes)
-        self._running: tuple[int, float] | None = None
+        self._running: tuple[int, int, float] | None = None  # size, units, start
+        self._timed: set[int] = set()
+        self._sizes = tuple(sizes)
 
     @property
     def rounds_left(self) -> int:
@@ -49,7 +51,8 @@ class SizedTrees:
         """One tree of the next size per row; see `Draft.propose`."""
         now = clock.now()
         if self._running is not None:
-            units, start = self._running
+            size, units, start = self._running
+            self._timed.add(size)
             self.seconds.setdefault(units, []).append(now - start)
             self._running = None
         size = self._left[0] if self._left else 0
@@ -61,7 +64,7 @@ class SizedTrees:
             if self._warm_ups:
                 self._warm_ups -= 1
             else:
-                self._running = self._measure.units(trees[0]), clock.now()
+                self._running = size, self._measure.units(trees[0]), clock.now()
         return trees
 
     def _tree(self, root: int, size: int, limits: TreeLimits) -> TokenTree:
@@ -70,8 +73,15 @@ class SizedTrees:
         return TokenTree((root, *((root + 1 + rank) % self._vocab for rank in shape.tokens[1:])), shape.parents)
 
     def end(self) -> None:
-        """Leave the round that was begun last untimed: what follows it is no proposal."""
+        """Leave the round that was begun last untimed, for another text: what follows it is no proposal."""
+        if self._running is not None:
+            self._left.insert(0, self._running[0])
         self._running = None
+
+    @property
+    def missing(self) -> list[int]:
+        """Sizes that were never timed."""
+        return [size for size in self._sizes if size not in self._timed]
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """See `Draft.commit`."""
@@ -88,10 +98,12 @@ class Trial:
     Args:
         source: drafts instead of what the call says; None for that.
         policies: of the calls, in order; they learn even where no sizes are chosen.
+        setting: what the costs of the latest call hold for; a call may change the attention.
     """
 
     source: Draft | None = None
     policies: list[SizePolicy] = field(default_factory=list)
+    setting: Setting | None = None
 
 
 def current_trial() -> Trial | None:

@@ -18,6 +18,7 @@ from hf_treespec.api.calibration import best_size
 from hf_treespec.control import find_measured
 from hf_treespec.engine import setting_of
 
+WAY = "mask, DynamicCache of DynamicLayer"
 SMALL: dict[str, Any] = {"max_nodes": 8, "contexts": (16,), "repeats": 3}
 
 
@@ -58,7 +59,7 @@ def test_costs_are_those_of_the_rounds_alone(monkeypatch: pytest.MonkeyPatch) ->
         for context in (16, 40):
             assert found.target(batch, context) == expected
     assert all(len(one.seconds) >= 3 for one in found.timings)
-    kept = find_measured(setting_of(model, "mask", model.device))
+    kept = find_measured(setting_of(model, WAY, model.device))
     assert [(one.batch, one.context, one.target) for one in kept] == [
         (batch, context, expected) for batch in (1, 2) for context in (16, 40)
     ]
@@ -89,7 +90,7 @@ def test_a_draft_is_judged_on_prompts_and_a_config_follows(monkeypatch: pytest.M
     assert facts["setting"]["model"] == "LlamaForCausalLM" and facts["measured"].endswith("+00:00")
     with files[1].open() as file:
         assert [row["nodes"] for row in csv.DictReader(file)] == ["0", "1", "2", "4", "8"]
-    kept = find_measured(setting_of(model, "mask", model.device))
+    kept = find_measured(setting_of(model, WAY, model.device))
     assert [one.drafting for one in kept] == [None, found.levels] and kept[1].draft.startswith(
         "model LlamaForCausalLM "
     )
@@ -101,7 +102,7 @@ def test_a_draft_that_does_not_pay_gives_the_plain_config(monkeypatch: pytest.Mo
     scripted(monkeypatch, model, useless)
     found = calibrate(model, prompts=prompts(2), draft_model=useless, max_new_tokens=16, keep=False, **SMALL)
     assert found.config is not None and found.config.max_nodes == 0 and found.gain == 1.0
-    assert not find_measured(setting_of(model, "mask", model.device))
+    assert not find_measured(setting_of(model, WAY, model.device))
 
 
 def test_all_sizes_are_tried_as_costs_are_stairs() -> None:
