@@ -138,7 +138,7 @@ def _check_prompts(prompts: Any, config: TreeConfig) -> None:
             )
     if prompts and not config.max_nodes:
         raise TreeConfigError(
-            "calibrate(tree_config=...) with prompts: its max_nodes is 0, so that nothing is drafted on them; expected "
+            "calibrate(tree_config=...) with prompts: its max_nodes is 0: nothing is drafted on them; expected "
             "at least 1, or no prompts"
         )
 

@@ -17,6 +17,6 @@ __all__ = [
     "forget_texts",
     "gains_by_depth",
     "interpolated",
-    "known_of",
     "keep_measured",
+    "known_of",
 ]

@@ -146,6 +146,7 @@ class SizePolicy:
         emitted: Sequence[int],
         *,
         drafting: float = 0.0,
+        levels: int | None = None,
     ) -> list[TokenTree]:
         """The trees to score: of each the part that is best at the size which pays.
 
@@ -154,11 +155,12 @@ class SizePolicy:
             lengths: row -> text length with the root, of rows that have not ended.
             emitted: per batch row the tokens emitted so far.
             drafting: seconds that the draft took for them, whatever is scored of them.
+            levels: that it read for them, where some were pruned away; default those that the trees have.
         """
         self.kept = [list(range(len(tree))) for tree in trees]
         self._drafting, self._before = drafting, dict(lengths)
         self._depths = {row: trees[row].max_depth for row in lengths}
-        self._levels = max(self._depths.values(), default=0)
+        self._levels = max(self._depths.values(), default=0) if levels is None else levels
         if self._dear is not None and self._levels:
             largest = max(trees[row].drafted for row in lengths)
             self._dear.proposed(largest, self._levels, self.limits().max_nodes)

@@ -51,6 +51,9 @@ class Draft(Protocol):
         name: what the statistics call it.
         cheap: whether proposing costs next to nothing beside a forward of the target, or is weighed by the source
             itself. Then whole trees are asked for every round, and only the part that pays is scored.
+
+    A source that grows trees by forwards and prunes them has `levels_read` besides: the levels of the trees last
+    proposed that it read, those that were pruned away included. Costs are kept by it.
     """
 
     name: str

@@ -26,7 +26,7 @@ from hf_treespec.draft.ranking import Ranker
 from hf_treespec.draft.sampling import ChildSampler
 from hf_treespec.draft.vocabulary import with_rows
 from hf_treespec.routes import Route
-from hf_treespec.tree import TokenTree, TreeLimits, grow, grow_adapted
+from hf_treespec.tree import CountedLevels, TokenTree, TreeLimits, grow, grow_adapted
 from hf_treespec.verify import DraftLaws
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class ModelDraft(Reader):
         self.forward_seconds = 0.0
         # Per row, the score of each node of the tree last proposed: log probability that it is accepted.
         self.scores: list[list[float]] = []
+        self.levels_read = 0
         self._growth = growth
         self._vocab = min(vocab_size, _compat.vocabulary_size(model)) if ids is None else len(ids)
         self._readable = _compat.embedding_rows(model)
@@ -92,6 +93,7 @@ class ModelDraft(Reader):
     def propose(self, rows: Sequence[DraftRow], limits: Sequence[TreeLimits]) -> list[TokenTree]:
         """One tree per row; see `Draft.propose`."""
         self.abandon()
+        self.levels_read = 0
         if self._sampler is not None:
             self._sampler.begin()
         roots = [row.tokens[-1] for row in rows]
@@ -108,14 +110,16 @@ class ModelDraft(Reader):
             room = left if room is None else min(room, left)
         children = max(limit.max_children for limit in limits)
         self._pass = LevelReader(self, rows, cache, transaction, children, by_slots=self._by_slots, room=room)
+        counted = CountedLevels(self._pass.expand)
         try:
             if self._sampler is None:
-                grown = grow(roots, self._pass.expand, limits, self._growth)
+                grown = grow(roots, counted, limits, self._growth)
             else:
-                grown = grow_adapted(roots, self._pass.expand, limits)
+                grown = grow_adapted(roots, counted, limits)
         except BaseException:
             self.abandon()
             raise
+        self.levels_read = counted.levels
         self._pass.kept = [kept for _, kept in grown]
         for row, builder in enumerate(self._pass.builders):
             self.scores[row] = [builder.scores[node] for node in self._pass.kept[row]]

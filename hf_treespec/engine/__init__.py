@@ -33,8 +33,8 @@ __all__ = [
     "make_target",
     "on_trial",
     "setting_of",
-    "take_measured",
-    "way_of",
     "state_kwargs",
+    "take_measured",
     "tapped",
+    "way_of",
 ]

@@ -22,9 +22,9 @@ __all__ = ["draft_name", "known_costs", "setting_of", "take_measured", "way_of"]
 def known_costs(request: Request, named: str, way: str, *, chooses: bool) -> Costs:
     """What `treespec calibrate` and earlier calls found out of the target, and of the same draft.
 
-    Sizes that are chosen by what earlier draws made likely, or had timed, would hang on draws: the next call may repeat
-    them, and under a rule of independent draws its law would be another. Such a call begins from a copy, which ends
-    with it, of what is known without any call of its kind.
+    Sizes that are chosen by what earlier draws made likely, or had timed, would hang on draws: the next call may
+    repeat them, and under a rule of independent draws its law would be another. Such a call begins from a copy, which
+    ends with it, of what is known without any call of its kind.
 
     Args:
         request: the call.

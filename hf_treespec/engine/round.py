@@ -132,7 +132,8 @@ class RoundRunner:
         trees = self._draft.propose(self._text.draft_rows, wanted)
         lengths = {row: len(self._text.draft_rows[row].tokens) for row in active}
         proposed_by = clock.now()
-        trees = self._policy.cut(trees, lengths, self._text.new_lengths, drafting=proposed_by - start)
+        levels = getattr(self._draft, "levels_read", None)
+        trees = self._policy.cut(trees, lengths, self._text.new_lengths, drafting=proposed_by - start, levels=levels)
         self._stats.draft_seconds += clock.now() - start
         if self._in_step:
             depth = max(tree.max_depth for tree in trees)

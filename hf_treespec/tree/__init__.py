@@ -3,7 +3,7 @@
 from hf_treespec.tree.align import align_trees
 from hf_treespec.tree.asked import AskedTree, with_asked
 from hf_treespec.tree.codec import shape_from_json, shape_to_json, tree_from_json, tree_to_json
-from hf_treespec.tree.growth import GROWTH_POLICIES, Candidate, Expander, grow, grow_adapted
+from hf_treespec.tree.growth import GROWTH_POLICIES, Candidate, CountedLevels, Expander, grow, grow_adapted
 from hf_treespec.tree.layout import TreeLayout, layout_trees, pack_bits, unpack_words
 from hf_treespec.tree.measure import NODES, PATHS, Measure
 from hf_treespec.tree.shapes import best_first_shape, rank_acceptance
@@ -15,6 +15,7 @@ __all__ = [
     "PATHS",
     "AskedTree",
     "Candidate",
+    "CountedLevels",
     "Expander",
     "Measure",
     "TokenTree",

@@ -14,7 +14,7 @@ from hf_treespec.errors import TreeConfigError
 from hf_treespec.tree.shapes import best_first_shape
 from hf_treespec.tree.topology import TokenTree, TreeBuilder, TreeLimits
 
-__all__ = ["GROWTH_POLICIES", "Candidate", "Expander", "grow", "grow_adapted"]
+__all__ = ["GROWTH_POLICIES", "Candidate", "CountedLevels", "Expander", "grow", "grow_adapted"]
 
 GROWTH_POLICIES = ("static", "best_first", "dynamic")
 
@@ -49,6 +49,30 @@ class Expander(Protocol):
             `result[row][i]`: candidates below node `frontier[row][i]`.
         """
         ...
+
+
+class CountedLevels:
+    """An expander that knows how deep the trees have grown, whatever is kept of them in the end.
+
+    Args:
+        expand: the source of candidates.
+    """
+
+    def __init__(self, expand: Expander) -> None:
+        self._expand = expand
+        self._builders: Sequence[TreeBuilder] = ()
+
+    def __call__(
+        self, builders: Sequence[TreeBuilder], frontier: Sequence[Sequence[int]]
+    ) -> Sequence[Sequence[Sequence[Candidate]]]:
+        """See `Expander`."""
+        self._builders = builders
+        return self._expand(builders, frontier)
+
+    @property
+    def levels(self) -> int:
+        """Depth of the deepest tree so far, nodes that were left out at last included."""
+        return max((max(builder.depths) for builder in self._builders), default=0)
 
 
 def grow(

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import tiny
-from hf_treespec import TreeConfig, TreeConfigError, calibrate, clock
+from hf_treespec import TreeConfig, TreeConfigError, calibrate, clock, enable
 from hf_treespec.api.calibration import best_size
-from hf_treespec.control import find_measured
+from hf_treespec.control import find_measured, known_of
 from hf_treespec.engine import setting_of
 
 WAY = "mask, DynamicCache of DynamicLayer"
@@ -135,3 +135,71 @@ def test_errors_name_the_argument(name: str, value: Any, text: str) -> None:
     with pytest.raises(TreeConfigError, match=rf"calibrate\({text}"):
         calibrate(model, report=lambda step: next(steps), **{**SMALL, name: value})
     assert next(steps) == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "config", "text"),
+    [
+        (
+            {"inputs": torch.ones(1, 4, dtype=torch.long)},
+            None,
+            r"prompts=...\): input_ids of prompts\[1\] are NoneT",
+        ),
+        ({"input_ids": torch.ones(2, 4, dtype=torch.long)}, None, r"prompts=...\): .*of shape \[2, 4\]"),
+        ({"input_ids": [[1, 2]]}, None, r"prompts=...\): .*are list"),
+        (torch.ones(1, 4), None, r"prompts=...\): .*none in a Tensor"),
+        (None, TreeConfig(max_nodes=0), r"tree_config=...\) with prompts: its max_nodes is 0"),
+    ],
+)
+def test_prompts_and_config_are_checked_before_anything_is_measured(prompt: Any, config: Any, text: str) -> None:
+    steps: list[str] = []
+    given = [*prompts(1), prompts(1)[0] if prompt is None else prompt]
+    with pytest.raises(TreeConfigError, match=rf"calibrate\({text}"):
+        calibrate(tiny.stock("llama"), prompts=given, tree_config=config, report=steps.append, **SMALL)
+    assert not steps
+
+
+def test_texts_that_end_at_once_are_held_open() -> None:
+    model = copy.deepcopy(tiny.stock("llama"))
+    model.generation_config.eos_token_id = list(range(model.config.vocab_size - 2))
+    found = calibrate(model, **SMALL)
+    assert [(one.nodes, len(one.seconds)) for one in found.timings] == [(nodes, 3) for nodes in (0, 1, 2, 4, 8)]
+
+
+def test_sizes_that_could_not_be_timed_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(tiny.stock("llama"))
+    plain = TreeConfig.__init__
+
+    def narrow(self: TreeConfig, *args: Any, **more: Any) -> None:
+        plain(self, *args, **{**more, "max_nodes": 2})
+
+    monkeypatch.setattr(TreeConfig, "__init__", narrow)
+    with pytest.raises(
+        TreeConfigError, match=r"contexts=\[16\], batches=\[1\]\): rounds of .0, 1, 2, 4, 8. nodes could not"
+    ):
+        calibrate(model, **SMALL)
+
+
+def test_costs_are_filed_under_the_attention_of_the_timed_rounds() -> None:
+    model = copy.deepcopy(tiny.stock("llama"))
+    own = setting_of(model, WAY, model.device).attention
+    found = calibrate(model, tree_config=TreeConfig(attention="treespec"), **SMALL)
+    assert found.setting.attention != own == setting_of(model, WAY, model.device).attention
+    assert found.setting.route == WAY
+    (ids, mask), enabled = tiny.prompt("llama", 1), enable(model)
+    for attention, begun in (("treespec", True), ("auto", False)):
+        config = TreeConfig(attention=attention)
+        enabled.generate(ids, attention_mask=mask, max_new_tokens=1, do_sample=False, tree_config=config)
+        key, costs = list(known_of(enabled).items())[-1]
+        assert key.draft != "calibration" and bool(costs.at(16).target) is begun
+
+
+def test_a_running_process_takes_up_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = enable(copy.deepcopy(tiny.stock("llama")))
+    ids, mask = tiny.prompt("llama", 1)
+    model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, tree_config=TreeConfig())
+    ((_, costs),) = known_of(model).items()
+    found = calibrate(model, keep=False, **SMALL)
+    assert costs.at(20).target.known() != found.target(1, 16)
+    found = calibrate(model, **SMALL)
+    assert costs.at(20).target.known() == found.target(1, 16)

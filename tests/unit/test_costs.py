@@ -131,3 +131,29 @@ def test_costs_live_as_long_as_the_model_and_only_for_its_key() -> None:
     del model
     gc.collect()
     assert gone() is None
+
+
+def test_rounds_and_drafts_are_borrowed_each_from_the_nearest_length_that_has_them() -> None:
+    costs = Costs()
+    costs.assume(128, target={0: 1.0, 64: 2.0}, drafting={})
+    costs.assume(1024, target={0: 4.0, 64: 8.0}, drafting={})
+    costs.assume(300, target={}, drafting={1: 0.1, 4: 0.4})
+    for context, plain in ((100, 1.0), (200, 1.0), (600, 4.0), (1500, 4.0), (300, 1.0)):
+        found = costs.at(context)
+        assert found.target.seconds([0]) == [plain] and found.due == 0, context
+        assert found.drafting.known() == {1: 0.1, 4: 0.4}, context
+
+
+def test_curves_that_were_measured_meanwhile_replace_what_rounds_took() -> None:
+    costs = Costs()
+    for _ in range(3):
+        costs.at(5).target.add(0, 9.0)
+        costs.at(5).drafting.add(1, 0.7)
+    running = costs.at(2000)
+    costs.take([(128, {0: 1.0, 8: 3.0}, {})])
+    for context in (5, 200, 2000):
+        assert costs.at(context).target.known() == {0: 1.0, 8: 3.0}
+        assert costs.at(context).drafting.known() == {1: 0.7}
+    assert costs.at(2000) is running
+    costs.take([])
+    assert costs.at(5).target.known() == {0: 1.0, 8: 3.0}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from math import log
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from hf_treespec import TreeConfigError
 from hf_treespec.tree import (
     GROWTH_POLICIES,
     Candidate,
+    CountedLevels,
     TokenTree,
     TreeBuilder,
     TreeLimits,
@@ -195,3 +197,23 @@ def test_another_level_is_drafted_while_it_is_said_to_pay(policy: str) -> None:
     for row, (tree, _) in enumerate(grow([4, 5], Source(3, limits), [whole.capped(max_depth=3)] * 2, policy)):
         # A fixed shape of six levels begins otherwise than one of three.
         assert policy == "static" or tree == trees[row]
+
+
+def test_levels_that_are_pruned_away_are_counted() -> None:
+    forwards = 0
+
+    def expand(builders: Sequence[TreeBuilder], frontier: Sequence[Sequence[int]]) -> list[list[list[Candidate]]]:
+        nonlocal forwards
+        forwards += 1
+        return [
+            [[Candidate(10 * forwards + rank, log(c)) for rank, c in enumerate((0.5, 0.3))] for _ in nodes]
+            for nodes in frontier
+        ]
+
+    for most in (2, 4, 8):
+        forwards, counted = 0, CountedLevels(expand)
+        limits = TreeLimits(max_nodes=most, max_depth=6, max_children=2)
+        ((tree, _),) = grow([0], counted, [limits], "best_first")
+        assert counted.levels == forwards >= tree.max_depth
+        assert forwards > tree.max_depth or most == 8
+    assert CountedLevels(expand).levels == 0

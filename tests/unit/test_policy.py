@@ -360,3 +360,15 @@ def test_worth_that_is_no_confidence_is_left_as_it_is() -> None:
             chooser.observe(trees={0: scored}, seconds=flat(scored.drafted), texts={0: text})
         assert scored.scores is not None and (scored.scores == scores[: len(scored)]) == (not confident)
         assert (chooser.limits().ranks is None) == (not confident)
+
+
+@pytest.mark.parametrize("levels", [None, 3])
+def test_drafting_is_booked_by_the_levels_that_were_read(levels: int | None) -> None:
+    chooser = policy(cheap=False, fallback="off")
+    text = [0]
+    for _ in range(3):
+        tree = TokenTree((text[-1], WRONG), (-1, 0), (0.0, -0.1))
+        (scored,) = chooser.cut([tree], {0: len(text)}, [len(text)], drafting=0.3, levels=levels)
+        text.append(text[-1] + 1)
+        chooser.observe(trees={0: scored}, seconds=1.0, texts={0: text})
+    assert chooser.costs.drafting.known() == {levels or 1: 0.3}

@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_treespec.draft.base import DraftRow, Features
 from hf_treespec.draft.heads.base import DraftHead
 from hf_treespec.draft.ranking import Ranker
-from hf_treespec.tree import Candidate, Expander, TokenTree, TreeBuilder, TreeLimits, grow, grow_adapted
+from hf_treespec.tree import Candidate, CountedLevels, Expander, TokenTree, TreeBuilder, TreeLimits, grow, grow_adapted
 from hf_treespec.verify import DraftLaws
 
 __all__ = ["HeadDraft", "LastStateDraft"]
@@ -37,6 +37,7 @@ class HeadDraft:
         self.name = head.kind
         self.features = features
         self.forward_seconds = 0.0
+        self.levels_read = 0
         self._head = head
         self._ranker = ranker
         self._growth = growth
@@ -47,6 +48,7 @@ class HeadDraft:
 
     def propose(self, rows: Sequence[DraftRow], limits: Sequence[TreeLimits]) -> list[TokenTree]:
         """One tree per row; see `Draft.propose`."""
+        self.levels_read = 0
         if self._ranker.sampler is not None:
             self._ranker.sampler.begin()
         limits = [
@@ -77,9 +79,13 @@ class HeadDraft:
         self, rows: Sequence[DraftRow], expand: Expander, limits: Sequence[TreeLimits]
     ) -> list[tuple[TokenTree, list[int]]]:
         roots = [row.tokens[-1] for row in rows]
+        counted = CountedLevels(expand)
         if self._ranker.sampler is None:
-            return grow(roots, expand, limits, self._growth)
-        return grow_adapted(roots, expand, limits)
+            grown = grow(roots, counted, limits, self._growth)
+        else:
+            grown = grow_adapted(roots, counted, limits)
+        self.levels_read = counted.levels
+        return grown
 
     def _candidates(
         self, source: DraftRow, builder: TreeBuilder, nodes: Sequence[int], children: int, logits_RV: Tensor
