@@ -188,3 +188,27 @@ def test_costs_are_kept_by_the_cache_that_is_read_and_by_guidance(seen: list[Cos
         f"{WAY}, guided",
         "mask, TreeCache of TreeLayer int8",
     ]
+
+
+def test_a_draft_tells_how_many_levels_it_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, draft, forwards = fresh(), tiny.perturbed(tiny.stock("llama")), 0
+    told: list[tuple[int, int, int]] = []
+    plain = SizePolicy.cut
+
+    def count(*args: Any) -> None:
+        nonlocal forwards
+        forwards += 1
+
+    def cut(self: SizePolicy, trees: Any, *args: Any, **more: Any) -> Any:
+        nonlocal forwards
+        told.append((forwards, more["levels"], trees[0].max_depth))
+        forwards = 0
+        return plain(self, trees, *args, **more)
+
+    monkeypatch.setattr(SizePolicy, "cut", cut)
+    draft.register_forward_pre_hook(count)
+    ids, mask = tiny.prompt("llama", 1)
+    config = TreeConfig(max_nodes=3, max_depth=5, max_children=2, growth="best_first", fallback="off")
+    model.generate(ids, attention_mask=mask, assistant_model=draft, tree_config=config, **ARGUMENTS)
+    assert [read for _, read, _ in told] == [count for count, _, _ in told]
+    assert any(read > depth for _, read, depth in told) and all(read >= depth for _, read, depth in told)
