@@ -210,5 +210,6 @@ def test_a_draft_tells_how_many_levels_it_read(monkeypatch: pytest.MonkeyPatch) 
     ids, mask = tiny.prompt("llama", 1)
     config = TreeConfig(max_nodes=3, max_depth=5, max_children=2, growth="best_first", fallback="off")
     model.generate(ids, attention_mask=mask, assistant_model=draft, tree_config=config, **ARGUMENTS)
-    assert [read for _, read, _ in told] == [count for count, _, _ in told]
+    # The first round reads the prompt besides, and is not booked.
+    assert [read for _, read, _ in told[1:]] == [count for count, _, _ in told[1:]]
     assert any(read > depth for _, read, depth in told) and all(read >= depth for _, read, depth in told)
