@@ -18,7 +18,7 @@ from transformers import LlamaConfig, MistralConfig, T5Config
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, QuantizedCache, StaticCache
 
 from hf_treespec import TreeCache, UnsupportedCallError, _compat
-from hf_treespec.cache import RowCache, restored_on_error
+from hf_treespec.cache import RowCache, moves, restored_on_error
 from hf_treespec.cache.slots import Scratch, dequantize, quantize
 from hf_treespec.cache.tree_layer import TreeLayer
 
@@ -545,3 +545,23 @@ def test_caches_and_configs_without_plain_layers_are_refused() -> None:
     pair = EncoderDecoderCache(DynamicCache(config=T5Config()), DynamicCache(config=T5Config()))
     with pytest.raises(UnsupportedCallError, match="EncoderDecoderCache"):
         TreeCache.from_cache(pair)
+
+
+def test_layers_share_the_index_tensors_of_a_round_that_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = filled(length=3)
+    rows = RowCache(cache, [3, 3])
+    with rows.transaction() as transaction:
+        for layer in range(2):
+            cache.update(*states([[1, 2], [3, 4]]), layer)
+        transaction.commit([[0, 1], [0]])
+    made: list[int] = []
+    index = moves._index
+    monkeypatch.setattr(moves, "_index", lambda *args: made.append(1) or index(*args))
+    moves.behind.cache_clear()
+    moves._between.cache_clear()
+    with rows.transaction():
+        for layer in range(2):
+            cache.update(*states([[1, 2, 3], [4, 5, 6]]), layer)
+    assert len(made) == 2, "one for what is written, one for what is cleared"
+    assert rows.lengths == [5, 4]
+    assert_clear_behind(cache)
