@@ -31,7 +31,16 @@ DEPTH_OPTIONS: dict[str, dict[str, Option]] = {
 
 
 class FrozenDict(dict[str, Any]):
-    """A dict that stays as it is. JSON, copies and comparisons take it as a dict."""
+    """A dict that stays as it is. JSON, copies and comparisons take it as a dict.
+
+    Args:
+        items: what it holds.
+        field: of the config for which the items have been checked, or None.
+    """
+
+    def __init__(self, items: Any = (), field: str | None = None) -> None:
+        super().__init__(items)
+        self.field = field
 
     def _frozen(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError("the options of a TreeConfig do not change: use config.replace(draft_options=...)")
@@ -39,8 +48,8 @@ class FrozenDict(dict[str, Any]):
     __setitem__ = __delitem__ = __ior__ = _frozen
     clear = pop = popitem = setdefault = update = _frozen
 
-    def __reduce__(self) -> tuple[type[FrozenDict], tuple[dict[str, Any]]]:
-        return FrozenDict, (dict(self),)
+    def __reduce__(self) -> tuple[type[FrozenDict], tuple[dict[str, Any], str | None]]:
+        return FrozenDict, (dict(self), self.field)
 
 
 def did_you_mean(name: Any, known: Any) -> str:
@@ -64,7 +73,7 @@ def checked_options(
         TreeConfigError: naming the source and the option.
     """
     where = f"TreeConfig({field}="
-    if isinstance(value, FrozenDict):
+    if isinstance(value, FrozenDict) and value.field == field:
         # From another config: `replace` need not read long lists of ids anew.
         return value
     if not isinstance(value, Mapping):
@@ -97,7 +106,7 @@ def checked_options(
                 for name, one in options.items()
             }
         )
-    return FrozenDict(checked)
+    return FrozenDict(checked, field)
 
 
 def _checked(where: str, value: Any, expected: Any) -> Any:

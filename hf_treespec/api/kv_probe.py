@@ -1,4 +1,4 @@
-"""Whether a model runs on a `TreeCache`, tried on the user's own model in two tiny forwards for each side.
+"""Whether a model runs on a `TreeCache`, tried on the user's own model in tiny forwards.
 
 A `TreeCache` of 8-bit storage dequantises every layer into the same buffer. A model whose later layers read keys and
 values of earlier ones (Gemma 3n and 4) would find others there; so would one that keeps what an update returned.
@@ -33,9 +33,13 @@ def kv_cache_fault(model: PreTrainedModel, storage: str) -> str | None:
     """Why the model cannot run on a `TreeCache` of this storage, or None. The answer is kept as long as the model."""
     with _LOCK:
         known = _FAULTS.setdefault(model, {})
-        if storage not in known:
-            known[storage] = _tried(model, storage)
-        return known[storage]
+        # 8-bit storage is compared with itself, and what is wrong with slots in place is wrong on both sides.
+        for each in dict.fromkeys(("dense", storage)):
+            if each not in known:
+                known[each] = _tried(model, each)
+            if known[each] is not None:
+                return known[each]
+        return None
 
 
 @torch.no_grad()

@@ -40,10 +40,12 @@ class _Plan:
         views: of each kind of layer, the number of committed keys of the longest row and the window. The tensor that
             such a layer gets as its mask has as many channels as its place here, counted from one: that survives
             whatever a model or the hooks of its modules do to masks.
+        lengths: by the keys of the longest row and the device, what `_lengths` made.
     """
 
     words_BNW: Tensor
     views: list[tuple[int, int]] = field(default_factory=list)
+    lengths: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict)
 
 
 @contextmanager
@@ -92,7 +94,7 @@ def _starts(
     if window is None:
         return None
     if KERNEL not in tree.seen:
-        tree.seen[KERNEL] = _Plan(_packed(tree.visible_BQM))
+        tree.seen[KERNEL] = _Plan(_packed(tree.visible_BQM) if tree.words_BNW is None else tree.words_BNW)
     plan: _Plan = tree.seen[KERNEL]
     if (prefix, window) not in plan.views:
         plan.views.append((prefix, window))
@@ -100,14 +102,16 @@ def _starts(
         starts = torch.zeros(batch_size, dtype=torch.long, device=device)
     else:
         starts = (attention_mask.to(device) != 0).long().cumsum(-1).eq(0).sum(-1)
-    starts = torch.minimum((starts - kv_offset).clamp(min=0), _lengths(tree, prefix, starts)).int()
+    starts = torch.minimum((starts - kv_offset).clamp(min=0), _lengths(tree, plan, prefix, starts.device)).int()
     return starts.view(-1, 1, 1, 1).expand(-1, plan.views.index((prefix, window)) + 1, 1, 1)
 
 
-def _lengths(tree: TreeContext, prefix: int, like: Tensor) -> Tensor:
-    """`[B]`, committed keys of each row: those of the longest are `prefix`."""
-    lengths = torch.full_like(like, prefix)
-    return lengths if tree.shorter_B is None else lengths - tree.shorter_B.to(lengths)
+def _lengths(tree: TreeContext, plan: _Plan, prefix: int, device: torch.device) -> Tensor:
+    """Int32 `[B]`, committed keys of each row: those of the longest are `prefix`."""
+    if (prefix, device) not in plan.lengths:
+        lengths = torch.full((len(tree.depths_BQ),), prefix, dtype=torch.int32, device=device)
+        plan.lengths[prefix, device] = lengths if tree.shorter_B is None else lengths - tree.shorter_B.to(lengths)
+    return plan.lengths[prefix, device]
 
 
 def _packed(visible_BNM: Tensor) -> Tensor:
@@ -135,6 +139,8 @@ def _attend(
     """An attention function of transformers: `[B, N, H, D]` and the weights, which the kernel does not make."""
     tree = active_tree()
     plan: _Plan | None = None if tree is None else tree.seen.get(KERNEL)
+    if plan is not None:
+        _check_kind(module, attention_mask, query, key)
     if plan is None or tree is None or attention_mask is None or attention_mask.dtype != torch.int32:
         attend = _compat.attention_function_of(own, module)
         if attend is None:
@@ -156,7 +162,7 @@ def _attend(
         key,
         value,
         plan.words_BNW.to(device),
-        _lengths(tree, prefix, starts),
+        _lengths(tree, plan, prefix, device),
         kv_start=starts,
         depth=tree.depths_BQ.to(device),
         scale=scaling,
@@ -166,3 +172,15 @@ def _attend(
         max_len=prefix,
     )
     return out, None
+
+
+def _check_kind(module: Any, mask: Tensor | None, query: Tensor, key: Tensor) -> None:
+    """The beginnings of the rows, cast to another type, would pass for a mask of one query and one key."""
+    if mask is None or mask.dtype == torch.int32 or tuple(mask.shape[-2:]) != (1, 1):
+        return
+    if (query.shape[2], key.shape[2]) != (1, 1):
+        raise TreeSpecError(
+            f"{type(module).__name__} gave attention='treespec' a mask of {mask.dtype} and shape {tuple(mask.shape)}; "
+            "expected what its mask function had made, in torch.int32: the model casts its masks. Leave attention at "
+            "'auto'"
+        )

@@ -41,6 +41,7 @@ class TreeContext:
         shorter_B: int64, how many slots the committed part of each row is shorter than `base`, where the tree of each
             begins right behind it; None if all are as long.
         seen: what corrections by depth, and the kernels, keep from one layer or forward of this tree for the next.
+        words_BNW: the same as `visible_BQM` in words, as `hf_treespec.tree.layout` packs them; None if not made.
         padded_left: whether what is masked of the committed slots of each row lies before all others.
     """
 
@@ -52,6 +53,7 @@ class TreeContext:
     shorter_B: Tensor | None = None
     seen: dict[Any, Any] = field(default_factory=dict)
     padded_left: bool = False
+    words_BNW: Tensor | None = None
 
 
 _ACTIVE: ContextVar[TreeContext | None] = ContextVar("hf_treespec_tree", default=None)

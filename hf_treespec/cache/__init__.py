@@ -15,7 +15,7 @@ from hf_treespec.cache.layers import (
     layer_kind,
     needs_equal_rows,
 )
-from hf_treespec.cache.lent import check_readable, committed_states, lent
+from hf_treespec.cache.lent import check_readable, committed_states, lent, right_aligned
 from hf_treespec.cache.order_bound import OrderBoundRows, OrderBoundTransaction, Read
 from hf_treespec.cache.paths import PathCache, PathTransaction
 from hf_treespec.cache.replay import ReplayRecorder
@@ -55,5 +55,6 @@ __all__ = [
     "needs_equal_rows",
     "restored_on_error",
     "restored_state_on_error",
+    "right_aligned",
     "tensor_places",
 ]

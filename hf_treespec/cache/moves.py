@@ -42,10 +42,10 @@ class SlotMoves:
         if any(row != list(range(len(row))) for row in self._slots):
             index = self._index(slots.device)
             if self._rows_alike:
-                slots.move_alike(index - dropped, self._before[0] - dropped)
+                slots.move_alike(_behind(index, dropped), self._before[0] - dropped)
             else:
                 rows, sources, targets = index
-                slots.move(rows, sources - dropped, targets - dropped)
+                slots.move(rows, _behind(sources, dropped), _behind(targets, dropped))
         self.tail.clear(slots, dropped)
 
     def _index(self, device: torch.device) -> Tensor:
@@ -75,20 +75,20 @@ class Tail:
     def __init__(self, first: Sequence[int], end: Sequence[int]) -> None:
         self._first, self._end = tuple(first), tuple(end)
         self._same = len({*zip(self._first, self._end, strict=True)}) == 1
-        self._made: dict[torch.device, Tensor] = {}
 
     def clear(self, slots: Slots, dropped: int) -> None:
         """Make it zero."""
         if self._same:
             slots.clear(Place(start=self._first[0] - dropped), self._end[0] - self._first[0])
             return
-        if slots.device not in self._made:
-            bounds = enumerate(zip(self._first, self._end, strict=True))
-            pairs = [(row, slot) for row, (first, end) in bounds for slot in range(first, end)]
-            self._made[slots.device] = _index(pairs, slots.device) if pairs else torch.zeros((2, 0), dtype=torch.long)
-        rows, index = self._made[slots.device]
+        rows, index = _between(self._first, self._end, slots.device)
         if rows.numel():
-            slots.clear(Place(rows=rows, slots=index - dropped))
+            slots.clear(Place(rows=rows, slots=_behind(index, dropped)))
+
+
+def _behind(index: Tensor, dropped: int) -> Tensor:
+    """Where slots are in a layer that does not hold the first ones."""
+    return index - dropped if dropped else index
 
 
 def _index(entries: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
@@ -100,3 +100,10 @@ def _index(entries: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
 def behind(lengths: tuple[int, ...], count: int, device: torch.device) -> Tensor:
     """int64 `[2, n]`: rows and slots of so many slots behind every row. All layers of a forward ask for the same."""
     return _index([(row, slot) for row, n in enumerate(lengths) for slot in range(n, n + count)], device)
+
+
+@lru_cache(maxsize=4)
+def _between(first: tuple[int, ...], end: tuple[int, ...], device: torch.device) -> Tensor:
+    """int64 `[2, n]`: rows and slots from `first` to `end` of every row. All layers of a round ask for the same."""
+    pairs = [(row, slot) for row, (one, two) in enumerate(zip(first, end, strict=True)) for slot in range(one, two)]
+    return _index(pairs, device) if pairs else torch.zeros((2, 0), dtype=torch.long, device=device)

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_treespec.cache.slots import STORAGES
+from hf_treespec.cache.slots import BUFFERS, STORAGES
 from hf_treespec.cache.tree_layer import TreeLayer
 from hf_treespec.errors import TreeSpecError
 
@@ -28,6 +28,7 @@ class StoredCache:
     """What a file holds.
 
     Args:
+        path: of the file.
         storage: of the cache.
         buffers: of the cache.
         entries: per layer its settings: `window` (0 for a layer that holds nothing), `length` and `dtypes`; those of
@@ -35,6 +36,7 @@ class StoredCache:
         tensors: by their names.
     """
 
+    path: Path
     storage: str
     buffers: str
     entries: list[dict[str, Any]]
@@ -46,17 +48,26 @@ class StoredCache:
         return [entry["window"] for entry in self.entries]
 
     def fill(self, layers: Sequence[Any]) -> None:
-        """Put the text into new layers."""
-        for number, (entry, layer) in enumerate(zip(self.entries, layers, strict=True)):
-            if "length" not in entry:
-                continue
-            held: dict[str, dict[str, Tensor]] = {}
-            for name, tensor in self.tensors.items():
-                _, at, states, part = name.split(".")
-                if int(at) == number:
-                    held.setdefault(states, {})[part] = tensor
-            dtypes = {name: getattr(torch, dtype) for name, dtype in entry["dtypes"].items()}
-            layer.adopt(held, length=int(entry["length"]), dtypes=dtypes)
+        """Put the text into new layers.
+
+        Raises:
+            ValueError: if settings and tensors do not belong together.
+        """
+        try:
+            for number, (entry, layer) in enumerate(zip(self.entries, layers, strict=True)):
+                if "length" in entry:
+                    self._fill(number, entry, layer)
+        except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:
+            raise _damaged(self.path, error) from error
+
+    def _fill(self, number: int, entry: dict[str, Any], layer: Any) -> None:
+        held: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in self.tensors.items():
+            _, at, states, part = name.split(".")
+            if int(at) == number:
+                held.setdefault(states, {})[part] = tensor
+        dtypes = {name: getattr(torch, dtype) for name, dtype in entry["dtypes"].items()}
+        layer.adopt(held, length=int(entry["length"]), dtypes=dtypes)
 
 
 def write_tree_cache(path: Path, layers: Sequence[Any], *, storage: str, buffers: str) -> Path:
@@ -90,11 +101,31 @@ def read_tree_cache(path: Path, device: str | torch.device) -> StoredCache:
         text = (file.metadata() or {}).get(_KEY)
         if text is None:
             raise ValueError(f"{path}: no file of TreeCache.save: its metadata lack {_KEY!r}")
-        about = json.loads(text)
-        if about["version"] != _VERSION or about["storage"] not in STORAGES:
-            raise ValueError(
-                f"{path}: version {about['version']} with storage {about['storage']!r}; this release reads version "
-                f"{_VERSION}: upgrade hf-treespec to read it"
-            )
+        about = _about(path, text)
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return StoredCache(about["storage"], about["buffers"], about["layers"], tensors)
+    return StoredCache(path, about["storage"], about["buffers"], about["layers"], tensors)
+
+
+def _about(path: Path, text: str) -> dict[str, Any]:
+    """The metadata, looked through."""
+    try:
+        about = json.loads(text)
+        version, storage = about["version"], about["storage"]
+        if version == _VERSION and storage in STORAGES:
+            windows = [entry["window"] for entry in about["layers"]]
+            if about["buffers"] not in BUFFERS or not all(isinstance(window, int | None) for window in windows):
+                raise ValueError(f"buffers={about['buffers']!r}, windows={windows}")
+            return dict(about)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(path, error) from error
+    raise ValueError(
+        f"{path}: version {version} with storage {storage!r}; this release reads version {_VERSION}: upgrade "
+        "hf-treespec to read it"
+    )
+
+
+def _damaged(path: Path, error: Exception) -> ValueError:
+    return ValueError(
+        f"{path}: damaged metadata of a TreeCache ({type(error).__name__}: {error}); expected those of "
+        "TreeCache.save: save the cache anew"
+    )

@@ -234,17 +234,18 @@ class TreeLayer(_compat.CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Forget the last tokens of every row.
 
         Args:
-            tokens_to_remove: zero, or a negative number of tokens.
+            tokens_to_remove: a negative number of tokens; or a positive number of tokens that stay, the first ones,
+                as older releases of transformers have it; or zero.
 
         Raises:
-            ValueError: for a positive number, or if a window would then miss tokens that were dropped before.
+            ValueError: if a window would then miss tokens that were dropped before.
         """
         if tokens_to_remove > 0:
-            raise ValueError(
-                f"crop({tokens_to_remove}): expected a negative number, of tokens to remove from the end of the cache"
-            )
-        left = [max(0, length + tokens_to_remove) for length in self.lengths]
-        if self.dropped and tokens_to_remove and min(left) < self.dropped + (self.sliding_window or 1) - 1:
+            left = [min(length, tokens_to_remove) for length in self.lengths]
+        else:
+            left = [max(0, length + tokens_to_remove) for length in self.lengths]
+        shorter = tuple(left) != self.lengths
+        if self.dropped and shorter and min(left) < self.dropped + (self.sliding_window or 1) - 1:
             raise ValueError(
                 f"crop({tokens_to_remove}): the cache was made from one that had forgotten its first {self.dropped} "
                 "tokens, which would be seen again; read the text anew"

@@ -164,6 +164,7 @@ class TargetForward:
                 keys=self.rows.capacity or self.rows.physical + nodes,
                 shorter_B=shorter,
                 padded_left=self._padded_left,
+                words_BNW=layout.words_BNW,
             )
         # With a static cache the inputs come with their masks.
         with tree_forward_context(context):

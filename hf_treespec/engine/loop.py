@@ -39,6 +39,7 @@ from hf_treespec.engine.outputs import KeptStates
 from hf_treespec.engine.prompt import Prompt
 from hf_treespec.engine.request import Request
 from hf_treespec.engine.round import RoundRunner
+from hf_treespec.engine.shares import ConfidenceNotice
 from hf_treespec.engine.state import GrowingText, StopRules
 from hf_treespec.engine.synced import in_lockstep, refused_together
 from hf_treespec.engine.target import cache_of, make_target, positions_of
@@ -245,6 +246,8 @@ def _decode(
         last_positions = [max(pair) for pair in zip(last_positions, guidance.last_positions, strict=True)]
     named, way = draft_name(draft.name, request), way_of(request.route, cache, guided=guidance is not None)
     chooses = config.fallback == "auto" and request.limits.max_nodes > 0 and not barred
+    # The window of lookahead is read for what the target says of it.
+    confident = "lookahead" not in config.sources
     policy = SizePolicy(
         request.limits,
         fallback=config.fallback,
@@ -257,8 +260,7 @@ def _decode(
         draft=named,
         context=max(prompt.real_tokens),
         learns=trial is not None,
-        # Its window is read for what the target says of it.
-        confident="lookahead" not in config.sources,
+        confident=confident,
         depth_control=config.depth_control,
         depth_options=config.depth_settings,
     )
@@ -287,7 +289,8 @@ def _decode(
         guidance=guidance,
         independent=choice.independent,
         taps=taps,
-        shares=choice.shares(request) if policy.wants_shares else None,
+        shares=choice.shares(request) if policy.wants_shares and confident else None,
+        notice=ConfidenceNotice(config.depth_control, confident),
     )
     wanted = wants_dict or _compat.is_user_defined(cache)
     try:

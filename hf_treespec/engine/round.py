@@ -15,7 +15,7 @@ from hf_treespec.draft import CreditedDraft, Draft, FeatureDraft
 from hf_treespec.engine.features import FeatureTaps, Places
 from hf_treespec.engine.guidance import Guidance
 from hf_treespec.engine.outputs import KeptStates
-from hf_treespec.engine.shares import TargetShares
+from hf_treespec.engine.shares import ConfidenceNotice, TargetShares
 from hf_treespec.engine.state import GrowingText
 from hf_treespec.stats import TreeStats
 from hf_treespec.tree import TokenTree, TreeLimits
@@ -89,6 +89,7 @@ class RoundRunner:
         independent: IndependentDecider | None = None,
         taps: FeatureTaps | None = None,
         shares: TargetShares | None = None,
+        notice: ConfidenceNotice | None = None,
     ) -> None:
         self._text = text
         self._forward = forward
@@ -111,6 +112,7 @@ class RoundRunner:
         self._taps = taps
         # Of the latest round: row -> how likely each node was to be accepted where its parent is, if coins decided.
         self._shares_of = shares
+        self._notice = notice
         self._shares: dict[int, dict[int, float]] = {}
         self._taken: dict[int, list[float]] | None = None
 
@@ -130,6 +132,8 @@ class RoundRunner:
             for row in every
         ]
         trees = self._draft.propose(self._text.draft_rows, wanted)
+        if self._notice is not None:
+            self._notice.see(trees, self._draft.name)
         lengths = {row: len(self._text.draft_rows[row].tokens) for row in active}
         proposed_by = clock.now()
         levels = getattr(self._draft, "levels_read", None)
@@ -276,11 +280,8 @@ class RoundRunner:
                     choices=choices,
                 )
             if self._shares_of is not None:
-                self._shares = {
-                    row: self._shares_of.of(row, trees[row], paths[row], logits[row].to(device), first[row])
-                    for row in rows
-                    if live[row]
-                }
+                asked = {row: paths[row] for row in rows if live[row]}
+                self._shares = self._shares_of.of_rows(trees, asked, logits, first, device)
             slots = self._forward.slots(paths)
             if self._states is not None and isinstance(self._cache, RowCache):
                 self._states.keep(slots, self._cache)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
 import tiny
-from hf_treespec import TreeConfig, clock, enable
+from hf_treespec import TreeConfig, _compat, clock, enable
+from hf_treespec.engine.shares import ConfidenceNotice, TargetShares
+from hf_treespec.tree import TokenTree
 
 CONTROLS = ("cost", "pid", "confidence", "kl")
 SAMPLINGS: list[dict[str, Any]] = [{"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_k": 30}]
@@ -35,6 +38,49 @@ def test_the_text_is_that_of_no_tree(control: str, batch: int, sampling: dict[st
                 assert torch.equal(text, plain), (fallback, growth, draft)
                 stats = model.treespec_stats
                 assert fallback == "auto" or draft == "ngram" or stats.drafted_nodes > 0
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_shares_of_all_rows_are_those_of_each_and_one_transfer(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gen = torch.Generator().manual_seed(1)
+    logits = torch.randn(3, 5, 11, generator=gen)
+    chain = TokenTree.chain([1, 2, 3, 4])
+    trees = [dataclasses.replace(chain, scores=(0.0, -1.0, -2.0, -3.0)), chain, TokenTree.chain([1, 2, 3])]
+    trees[2] = dataclasses.replace(trees[2], scores=(0.0, -1.0, -2.0))
+    paths = {row: [[0, 1], [0, 1, 2], [0]][row] for row in range(batch)}
+    moved: list[int] = []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: moved.append(1) or tolist(self))
+    found = TargetShares(None, None).of_rows(trees, paths, logits, [0, 0, 0], torch.device("cpu"))
+    assert len(moved) == 1
+    laws = logits.softmax(-1)
+    expected = {0: {1: laws[0, 0, 2], 2: laws[0, 1, 3]}, 2: {1: laws[2, 0, 2]}}
+    assert found.keys() == {0, 2} & paths.keys()
+    for row, shares in found.items():
+        assert shares == pytest.approx({child: float(share) for child, share in expected[row].items()}, abs=1e-6)
+    moved.clear()
+    assert not TargetShares(None, None).of_rows([chain], {0: [0, 1]}, logits, [0], torch.device("cpu"))
+    assert not moved
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_a_controller_with_nothing_to_go_by_says_so(control: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(_compat, "warn_once", said.append)
+    ids, mask = tiny.prompt("llama", 1)
+    for draft, assistant in (("lookahead", None), ("model", tiny.draft("llama"))):
+        said.clear()
+        config = TreeConfig(draft=draft, depth_control=control, fallback="off", max_nodes=6)
+        tiny.treed("llama").generate(
+            ids, attention_mask=mask, assistant_model=assistant, tree_config=config, max_new_tokens=20, do_sample=False
+        )
+        told = [one for one in said if f"depth_control={control!r}) has no effect" in one]
+        assert len(told) == (draft == "lookahead" and control == "kl"), draft
+    said.clear()
+    notice = ConfidenceNotice(control, True)
+    for _ in range(2):
+        notice.see([TokenTree.root_only(1), TokenTree.chain([1, 2])], "odd")
+    assert len(said) == (control in ("confidence", "kl")) and all("'odd' does not say" in one for one in said)
 
 
 @pytest.mark.parametrize("rule", ["naive", "rrsw", "hybrid-joint"])

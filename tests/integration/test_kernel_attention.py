@@ -17,7 +17,7 @@ import special
 import tiny
 import treespec_kernels
 from calls import BUSHES, CHAINS_OF_4, GREEDY, SAMPLED, twice
-from hf_treespec import UnsupportedModelError, _compat
+from hf_treespec import TreeSpecError, UnsupportedModelError, _compat
 from kernel_scripts import child_environment, skip_without_interpreter
 
 KERNEL = dataclasses.replace(BUSHES, attention="treespec")
@@ -91,12 +91,36 @@ def test_rows_that_part_in_a_tree_cache(family: str, calls: list[dict[str, Any]]
 @pytest.mark.parametrize("storage", ["int8", "fp8"])
 def test_quantized_storage_gives_the_text_of_the_masks(storage: str, calls: list[dict[str, Any]]) -> None:
     ids, mask = tiny.prompt("llama", 3)
-    texts = []
+    texts, model = [], tiny.treed("llama")
     for attention in ("auto", "treespec"):
-        config = dataclasses.replace(KERNEL, kv_cache=storage, attention=attention, draft="ngram")
-        texts.append(tiny.treed("llama").generate(ids, attention_mask=mask, tree_config=config, max_new_tokens=20))
+        config = dataclasses.replace(KERNEL, kv_cache=storage, attention=attention)
+        call = {"attention_mask": mask, "tree_config": config, "max_new_tokens": 20, "do_sample": False}
+        texts.append(model.generate(ids, assistant_model=tiny.stock("llama"), **call))
+        assert model.treespec_stats.accepted_tokens > 10
     assert calls
     assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.long])
+def test_a_model_that_casts_what_comes_as_its_mask_is_refused(dtype: torch.dtype) -> None:
+    ids, mask = tiny.prompt("llama", 3)
+    model = tiny.treed("llama")
+    config = dataclasses.replace(KERNEL, draft="ngram")
+
+    def cast(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if kwargs["attention_mask"] is not None and kwargs["attention_mask"].dtype == torch.int32:
+            kwargs["attention_mask"] = kwargs["attention_mask"].to(dtype)
+        return args, kwargs
+
+    call = {"attention_mask": mask, "tree_config": config, "max_new_tokens": 20, "do_sample": False}
+    model.generate(ids, **call)  # the probe is over
+    hooks = [layer.self_attn.register_forward_pre_hook(cast, with_kwargs=True) for layer in model.model.layers]
+    try:
+        with pytest.raises(TreeSpecError, match=f"a mask of {dtype} and shape"):
+            model.generate(ids, **call)
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def test_a_prompt_with_holes_takes_the_masks(calls: list[dict[str, Any]]) -> None:
@@ -109,17 +133,22 @@ def test_a_prompt_with_holes_takes_the_masks(calls: list[dict[str, Any]]) -> Non
 def test_a_draft_model_reads_its_levels_under_masks(calls: list[dict[str, Any]]) -> None:
     ids, mask = tiny.prompt("llama", 3)
     expected = tiny.reference(tiny.stock("llama"), ids, mask, max_new_tokens=20)
-    draft = tiny.draft("llama")
-    actual = tiny.treed("llama").generate(
+    draft, model = tiny.draft("llama"), tiny.treed("llama")
+    config = dataclasses.replace(CHAINS_OF_4, attention="treespec")
+    model.generate(ids, attention_mask=mask, assistant_model=draft, tree_config=config, max_new_tokens=1)
+    calls.clear()
+    actual = model.generate(
         ids,
         attention_mask=mask,
         assistant_model=draft,
-        tree_config=dataclasses.replace(CHAINS_OF_4, attention="treespec"),
+        tree_config=config,
         max_new_tokens=20,
         do_sample=False,
     )
     assert torch.equal(actual, expected)
-    assert {call["max_len"] for call in calls} and len(calls) % 2 == 0
+    stats, layers = model.treespec_stats, len(_compat.make_cache(model.config).layers)
+    assert stats.rounds > stats.plain_rounds
+    assert len(calls) == layers * (stats.rounds - stats.plain_rounds)
 
 
 @pytest.mark.parametrize("name", special.known(("doge", "gpt_neo")))

@@ -24,6 +24,7 @@ from transformers import (
 from transformers.cache_utils import DynamicCache, StaticCache
 
 from hf_treespec import TreeCache, TreeConfig, UnsupportedCallError, _compat, enable
+from hf_treespec.cache import CacheTransaction
 from hf_treespec.engine import check_cache_of
 from hf_treespec.routes import Route
 from sources import MAKERS, Source, drafting
@@ -241,7 +242,17 @@ def test_other_attentions(name: str, storage: str) -> None:
 
 @pytest.mark.parametrize("storage", ["dense", "int8"])
 @batches
-def test_first_layers_draft_behind_the_targets_cache(storage: str, batch: int) -> None:
+def test_first_layers_draft_behind_the_targets_cache(
+    storage: str, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart: list[bool] = []
+    commit = CacheTransaction.commit
+
+    def spy(self: CacheTransaction, slots: Any) -> None:
+        commit(self, slots)
+        apart.append(len(set(self._rows.lengths)) > 1)
+
+    monkeypatch.setattr(CacheTransaction, "commit", spy)
     ids, mask = prompt("mistral", batch, seed=5)
     expected = plain("mistral", ids, mask, TreeCache(stock64("mistral").config, storage=storage), do_sample=False)
     config = CONFIG.replace(kv_cache=storage, draft="early_exit", draft_options={"early_exit": {"layer": 1}})
@@ -249,7 +260,8 @@ def test_first_layers_draft_behind_the_targets_cache(storage: str, batch: int) -
         ids, attention_mask=mask, do_sample=False, max_new_tokens=NEW, tree_config=config
     )
     assert torch.equal(actual, expected.sequences)
-    assert treed64("mistral").treespec_stats.drafted_nodes > 0
+    assert treed64("mistral").treespec_stats.accepted_tokens > 0
+    assert any(apart) == (batch > 1)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -422,6 +434,23 @@ def test_a_cache_of_ours_for_a_model_that_reads_path_by_path_is_refused() -> Non
     cache = TreeCache(stock("llama").config)
     with pytest.raises(UnsupportedCallError, match="TreeCache with layers that are written in place.*path by path"):
         check_cache_of(stock("llama"), cache, Route.PATHS)
+
+
+@pytest.mark.parametrize("storage", ["dense", *EIGHT])
+def test_what_is_wrong_with_every_storage_is_found_with_each(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared and own buffers agree in it: the comparison of 8 bits alone does not see it."""
+    write = TreeCache.update
+
+    def wrong(self: Any, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
+        shown = write(self, keys, values, layer, *args, **kwargs)
+        return (shown[0], shown[1].flip(-1)) if isinstance(self, TreeCache) else shown
+
+    monkeypatch.setattr(TreeCache, "update", wrong)
+    model = enable(build("llama").double())
+    with pytest.raises(UnsupportedCallError, match="logits differ from those over a dynamic cache"):
+        model.generate(
+            torch.tensor([[3, 4, 5]]), max_new_tokens=6, tree_config=CONFIG.replace(kv_cache=storage, draft="ngram")
+        )
 
 
 @pytest.mark.parametrize("storage", ["dense", "int8"])

@@ -22,7 +22,7 @@ from hf_treespec import TreeConfig, UnsupportedCallError, UnsupportedModelError,
 from hf_treespec.api import heads as api_heads
 from hf_treespec.api.shared_states import lent_layers
 from hf_treespec.api.support import Support
-from hf_treespec.cache import check_readable
+from hf_treespec.cache import CacheTransaction, check_readable
 from hf_treespec.draft.heads import shared_states
 from hf_treespec.routes import Route
 from hf_treespec.tree import TreeBuilder
@@ -178,11 +178,12 @@ def of_stock(model: PreTrainedModel, helper: Any, text: Sequence[int], path: Seq
 
 
 @pytest.mark.parametrize("changes", [{}, UNSHARED], ids=["shared", "unshared"])
-@batches
+@pytest.mark.parametrize(("batch", "storage"), [(1, "auto"), (3, "auto"), (3, "dense")])
 def test_every_node_is_what_transformers_makes_of_its_path(
-    changes: dict[str, Any], batch: int, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], batch: int, storage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After many rounds, with rejections and with accepted paths, and for all branches of a tree."""
+    parted = gaps(monkeypatch)
     plain, helper = gemma.build(**changes).double(), gemma.assistant().double()
     model = enable(copy.deepcopy(plain))
     said: list[tuple[list[int], list[int], Tensor]] = []
@@ -198,15 +199,58 @@ def test_every_node_is_what_transformers_makes_of_its_path(
         return candidates(self, source, builder, nodes, children, logits)
 
     monkeypatch.setattr(shared_states.SharedStatesDraft, "_candidates", spy)
-    config = WIDE.replace(max_nodes=24, max_children=6)
+    config = WIDE.replace(max_nodes=24, max_children=6, kv_cache=storage)
     call = {"assistant_model": helper, "tree_config": config, "max_new_tokens": NEW, "do_sample": True}
     model.generate(**prompt(batch), **call)
     stats = model.treespec_stats
     assert stats.accepted_tokens > 1 and stats.rounds > 2
+    assert batch == 1 or max(parted) > 0
     for text, path, logits in said:
         assert float((of_stock(plain, helper, text, path) - logits).abs().max()) < 1e-4
     assert {len(path) for _, path, _ in said} >= {0, 1, 2}
     assert len({len(text) for text, _, _ in said}) > 2
+
+
+def gaps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """After each commit, by how much the longest row is longer than the shortest."""
+    found: list[int] = []
+    commit = CacheTransaction.commit
+
+    def spy(self: CacheTransaction, slots: Sequence[Sequence[int]]) -> None:
+        commit(self, slots)
+        found.append(max(self._rows.lengths) - min(self._rows.lengths))
+
+    monkeypatch.setattr(CacheTransaction, "commit", spy)
+    return found
+
+
+def test_rows_that_part_by_more_than_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The window of a short row ends where the row does, and is never empty."""
+    parted, full = gaps(monkeypatch), []
+    step = shared_states.AssistantHead.step
+
+    def spy(self: Any, tokens: Tensor, above: Tensor, positions: Tensor, mask: Tensor | None, *more: Any) -> Any:
+        full.append(mask is None or bool(mask[:, 1 - gemma.WINDOW :].all()))
+        return step(self, tokens, above, positions, mask, *more)
+
+    monkeypatch.setattr(shared_states.AssistantHead, "step", spy)
+    call = {**prompt(3), "max_new_tokens": 90, "do_sample": True, "temperature": 0.9}
+    for storage in ("dense", "int8"):
+        model = gemma.treed(**UNSHARED)
+        config = WIDE.replace(kv_cache=storage)
+        plain = model.generate(**call, tree_config=config.replace(max_nodes=0))
+        found = model.generate(**call, assistant_model=gemma.assistant(), tree_config=config)
+        assert found.shape == plain.shape
+        if storage == "dense":
+            assert_same_text(plain, found)
+        assert all(full) and max(parted) >= gemma.WINDOW
+        parted.clear()
+
+
+def test_eight_bits_of_layers_that_share_states_are_refused() -> None:
+    config = WIDE.replace(kv_cache="int8")
+    with pytest.raises(UnsupportedCallError, match="reads keys and values of a layer after"):
+        gemma.treed().generate(**prompt(3), max_new_tokens=4, assistant_model=gemma.assistant(), tree_config=config)
 
 
 def test_the_layers_are_those_that_the_target_shows() -> None:

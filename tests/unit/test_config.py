@@ -156,6 +156,14 @@ def test_options_of_another_config_are_not_read_anew() -> None:
     assert config.replace(seed=3).draft_options is config.draft_options
 
 
+def test_options_of_one_field_are_read_anew_in_another() -> None:
+    other = TreeConfig(draft_options={"model": {"vocabulary": range(20)}})
+    with pytest.raises(TreeConfigError, match="depth_options=.*'model'"):
+        TreeConfig(depth_options=other.draft_options)
+    again = pickle.loads(pickle.dumps(other))
+    assert again.replace(seed=3).draft_options is again.draft_options
+
+
 def test_options_do_not_change() -> None:
     """Neither by the dicts that were given, nor by what the config gives out: a frozen value is one to the bottom."""
     ids, given = [5, 9], {"recycle": {"candidates": 12}}

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, MistralConfig, T5Config
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, QuantizedCache, StaticCache
 
 from hf_treespec import TreeCache, UnsupportedCallError, _compat
-from hf_treespec.cache import RowCache, restored_on_error
+from hf_treespec.cache import RowCache, moves, restored_on_error
 from hf_treespec.cache.slots import Scratch, dequantize, quantize
 from hf_treespec.cache.tree_layer import TreeLayer
 
@@ -351,12 +351,26 @@ def test_users_of_a_dynamic_cache_find_what_they_expect(storage: str, buffers: s
         assert_clear_behind(cache)
     for (keys, values, _), layer in zip(cache, other.layers, strict=True):
         assert torch.equal(keys, layer.keys) and torch.equal(values, layer.values)
-    with pytest.raises(ValueError, match=r"crop\(2\): expected a negative number"):
-        cache.crop(2)
     cache.reset()
     assert cache.get_seq_length() == 0
     cache.update(*states([[1]]), 0)
     assert cache.get_seq_length() == 1
+
+
+@configs
+def test_a_positive_crop_keeps_the_first_tokens(kind: str) -> None:
+    cache, other = filled(kind=kind), filled(kind=kind)
+    cache.crop(9)
+    assert cache.get_seq_length() == 7
+    cache.crop(3)
+    other.crop(-4)
+    same_text(cache, other)
+    assert cache.get_seq_length() == 3
+    assert_clear_behind(cache)
+    late = TreeCache.from_cache(filled(kind="sliding", length=12).to_dynamic())
+    late.crop(12)
+    with pytest.raises(ValueError, match=r"crop\(9\).*forgotten its first 8 tokens"):
+        late.crop(9)
 
 
 @everywhere
@@ -492,6 +506,29 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
             TreeCache.load(tmp_path / "newer")
 
 
+@pytest.mark.parametrize(
+    "about",
+    [
+        "no json",
+        "[1]",
+        "{}",
+        '{"version": 1, "storage": "int8", "layers": []}',
+        '{"version": 1, "storage": "int8", "buffers": "odd", "layers": []}',
+        '{"version": 1, "storage": "int8", "buffers": "shared", "layers": [{}]}',
+        '{"version": 1, "storage": "int8", "buffers": "shared", "layers": [{"window": "a"}]}',
+        '{"version": 1, "storage": "int8", "buffers": "shared", "layers": [{"window": null, "length": 4}]}',
+        '{"version": 1, "storage": "int8", "buffers": "shared", "layers": [{"window": null, "length": 4, '
+        '"dtypes": {"keys": "float32", "values": "float32"}}]}',
+    ],
+)
+def test_damaged_files_are_named(about: str, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"layers.0.odd.codes": torch.zeros(1)}, tmp_path / "bad", metadata={"hf_treespec.tree_cache": about})
+    with pytest.raises(ValueError, match="bad: damaged metadata of a TreeCache"):
+        TreeCache.load(tmp_path / "bad")
+
+
 @pytest.mark.parametrize(("name", "value"), [("storage", "int4"), ("buffers", "none")])
 def test_wrong_choices_are_named(name: str, value: str) -> None:
     with pytest.raises(ValueError, match=rf"TreeCache\({name}='{value}'\): expected one of"):
@@ -508,3 +545,23 @@ def test_caches_and_configs_without_plain_layers_are_refused() -> None:
     pair = EncoderDecoderCache(DynamicCache(config=T5Config()), DynamicCache(config=T5Config()))
     with pytest.raises(UnsupportedCallError, match="EncoderDecoderCache"):
         TreeCache.from_cache(pair)
+
+
+def test_layers_share_the_index_tensors_of_a_round_that_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = filled(length=3)
+    rows = RowCache(cache, [3, 3])
+    with rows.transaction() as transaction:
+        for layer in range(2):
+            cache.update(*states([[1, 2], [3, 4]]), layer)
+        transaction.commit([[0, 1], [0]])
+    made: list[int] = []
+    index = moves._index
+    monkeypatch.setattr(moves, "_index", lambda *args: made.append(1) or index(*args))
+    moves.behind.cache_clear()
+    moves._between.cache_clear()
+    with rows.transaction():
+        for layer in range(2):
+            cache.update(*states([[1, 2, 3], [4, 5, 6]]), layer)
+    assert len(made) == 2, "one for what is written, one for what is cleared"
+    assert rows.lengths == [5, 4]
+    assert_clear_behind(cache)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_treespec import _compat
 from hf_treespec.attention import TreeContext, tree_forward_context
-from hf_treespec.cache import committed_states
+from hf_treespec.cache import committed_states, right_aligned
 from hf_treespec.draft.base import DraftRow, Features
 from hf_treespec.draft.heads.base import Borrowed, DraftHead
 from hf_treespec.draft.heads.rows import LastStateDraft
@@ -142,7 +142,7 @@ class SharedStatesDraft(LastStateDraft):
         }
         ahead = [len(row.tokens) - root for row, root in zip(rows, self._roots, strict=True)]
         places = lender.positions(ahead, torch.zeros((len(rows), 1), dtype=torch.long), 0)
-        mask = lender.mask(0)
+        mask = right_aligned(lender.rows, lender.mask(0))
         # Per row `[nodes, H]` of the level above, and the place there of each node.
         above: list[Tensor] = []
         place: list[dict[int, int]] = [{} for _ in rows]
