@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
+from transformers import LogitsProcessor
 
+from hf_treespec import _compat
+from hf_treespec.api.kv_probe import kv_cache_fault
+from hf_treespec.cache import TreeCache
 from hf_treespec.errors import TrainError
 from hf_treespec.train.shards import BrokenRunError, ShardWriter, read_shards
 
@@ -117,8 +122,8 @@ def write_texts(
 ) -> None:
     """Write the texts of all prompts that are not in the folder yet.
 
-    They are what `generate` gives with the model's own generation config, penalties included, but for temperature,
-    `top_k` and `top_p`, and without beams.
+    They are what `generate` gives with the model's own generation config, penalties included, but for temperature and
+    what else cuts or bends a law for sampling (`top_k`, `top_p`, `min_p` and so on), and without beams.
 
     Args:
         model: the target, in evaluation mode.
@@ -197,20 +202,20 @@ def _texts(model: PreTrainedModel, unit: _Unit, settings: TextSettings) -> list[
     for row, prompt in enumerate(unit.prompts):
         ids[row, width - len(prompt) :] = torch.tensor(list(prompt))
         mask[row, width - len(prompt) :] = 1
-    greedy = unit.temperature == 0
-    sampling: dict[str, Any] = {} if greedy else {"temperature": unit.temperature, "top_k": 0, "top_p": 1.0}
-    devices = [model.device] if model.device.type == "cuda" else []
+    draws = []
+    if unit.temperature > 0:
+        draws.append(_Draw(unit.temperature, settings.seed * 1_000_003 + unit.number))
     generating: Any = model
-    with torch.random.fork_rng(devices), torch.inference_mode():
-        torch.manual_seed(settings.seed * 1_000_003 + unit.number)
+    with torch.inference_mode():
         out = generating.generate(
             ids.to(model.device),
             attention_mask=mask.to(model.device),
-            do_sample=not greedy,
+            do_sample=False,
             max_new_tokens=settings.new_tokens,
             pad_token_id=0,
+            logits_processor=draws,
             **_SINGLE,
-            **sampling,
+            **_cache(model),
         )
     ends = _end_ids(model)
     texts = []
@@ -218,6 +223,34 @@ def _texts(model: PreTrainedModel, unit: _Unit, settings: TextSettings) -> list[
         end = next((place for place, token in enumerate(row, start=1) if token in ends), len(row))
         texts.append(Text(tuple(prompt), tuple(row[:end]), unit.temperature))
     return texts
+
+
+def _cache(model: PreTrainedModel) -> dict[str, Any]:
+    """A cache that is not copied whole for each token, where the model can use one and asks for no other kind."""
+    asked = getattr(model.generation_config, "cache_implementation", None)
+    if asked not in (None, "dynamic") or kv_cache_fault(model, "dense") is not None:
+        return {}
+    return {_compat.cache_kwarg(model): TreeCache(model.config)}
+
+
+class _Draw(LogitsProcessor):
+    """Leaves one token a row, drawn at a temperature: behind it the arg-max is the draw.
+
+    By one number a row and the sum of the law. `torch.multinomial` makes a number for each id, which on a CPU takes as
+    long as the model does.
+    """
+
+    def __init__(self, temperature: float, seed: int) -> None:
+        self._temperature = temperature
+        self._dice = torch.Generator().manual_seed(seed)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        law_BV = (scores.float() / self._temperature).softmax(-1)
+        sums_BV = law_BV.cumsum(-1)
+        marks_B1 = torch.rand((len(scores), 1), generator=self._dice).to(scores.device)
+        # The first sum above the mark belongs to a token that is not impossible.
+        drawn_B1 = torch.searchsorted(sums_BV, marks_B1 * sums_BV[:, -1:], right=True)
+        return torch.full_like(scores, -math.inf).scatter_(-1, drawn_B1.clamp(max=scores.shape[-1] - 1), 0.0)
 
 
 def _end_ids(model: PreTrainedModel) -> set[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,16 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from hf_treespec.cache import TreeCache
 from hf_treespec.draft import Features
 from hf_treespec.errors import TrainError
 from hf_treespec.train import BrokenRunError, TextSettings, read_shards, read_texts, write_texts
 from hf_treespec.train import features as features_module
+from hf_treespec.train import texts as texts_module
 from hf_treespec.train.batches import batches, share, stacked
 from hf_treespec.train.features import Examples, write_features
 from hf_treespec.train.fresh import frequent_ids
-from hf_treespec.train.texts import Text, count_units
+from hf_treespec.train.texts import Text, _Draw, count_units
 from tiny import build
 
 SETTINGS = TextSettings(new_tokens=7, batch=3, temperatures=(0.0, 1.0), seed=5)
@@ -51,6 +54,39 @@ def test_texts_are_those_of_generate(tmp_path: Path, model: PreTrainedModel) -> 
     ended = [text for text in texts if len(text.new) < 7]
     assert ended and all(text.new[-1] in (5, 40, 41, 42) for text in ended)
     assert all(token not in (5, 40, 41, 42) for text in texts for token in text.new[:-1])
+
+
+def test_tokens_are_drawn_by_their_law() -> None:
+    draw = _Draw(0.5, seed=3)
+    scores = torch.tensor([0.3, -math.inf, 1.0, -0.5, -math.inf]).expand(20_000, -1)
+    left = draw(torch.zeros((len(scores), 1), dtype=torch.long), scores)
+    assert (left.isfinite().sum(-1) == 1).all()
+    found = left.argmax(-1).bincount(minlength=5)
+    law = (scores[0] / 0.5).softmax(-1)
+    assert found[law == 0].sum() == 0
+    # Five standard errors of the most uncertain share.
+    torch.testing.assert_close(found / len(scores), law, atol=5 * 0.5 / len(scores) ** 0.5, rtol=0.0)
+    # Each step has draws of its own, the same ones for the same seed.
+    again = _Draw(0.5, seed=3)
+    ids = torch.zeros((len(scores), 1), dtype=torch.long)
+    assert torch.equal(again(ids, scores), left) and not torch.equal(again(ids, scores), left)
+
+
+@pytest.mark.parametrize("mark", [0.0, 1 - 2**-24])
+def test_no_mark_draws_an_impossible_token(monkeypatch: pytest.MonkeyPatch, mark: float) -> None:
+    monkeypatch.setattr(torch, "rand", lambda size, **_: torch.full(size, mark))
+    scores = torch.tensor([[-math.inf, 0.1, 0.2, 0.3, -math.inf, -math.inf]])
+    left = _Draw(1.0, seed=0)(torch.zeros((1, 1), dtype=torch.long), scores)
+    assert left.argmax(-1).item() == (1 if mark == 0 else 3)
+
+
+def test_texts_are_written_over_a_cache_in_place_where_the_model_can(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cache,) = texts_module._cache(model).values()
+    assert isinstance(cache, TreeCache)
+    monkeypatch.setattr(model.generation_config, "cache_implementation", "static")
+    assert texts_module._cache(model) == {}
 
 
 @pytest.mark.parametrize("tokens", [None, 1, 50])
