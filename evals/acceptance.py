@@ -12,9 +12,7 @@ the coins; at temperature 0, where every rule is the coupled one, greedily.
 from __future__ import annotations
 
 import argparse
-import csv
 import math
-import platform
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -23,16 +21,15 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
-import hf_treespec
 import optima
 from bars import SETS, encode, read_prompts
 from drafts import make_draft
 from expected import SettingsError
 from hf_treespec import TreeConfig, enable
 from real_model import load_smollm2
+from tables import machine_facts, write_table
 
 TEMPERATURES = (0.0, 0.3, 0.7, 1.0, 1.5, 2.0)
 CHILDREN = (1, 2, 4, 8)
@@ -226,13 +223,6 @@ def plot_nodes(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def write(path: Path, rows: list[dict[str, Any]], machine: dict[str, Any]) -> None:
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *machine])
-        writer.writeheader()
-        writer.writerows({**row, **machine} for row in rows)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
@@ -258,19 +248,14 @@ def main() -> int:
     if draft is None:
         parser.error(f"--draft {arguments.draft}: expected a model, whose law can be compared")
     target = enable(target)
-    machine = {
-        "model": "SmolLM2-135M-Instruct", "draft": arguments.draft, "dtype": "float32",
-        "processor": platform.machine(), "torch": torch.__version__, "transformers": transformers.__version__,
-        "hf_treespec": hf_treespec.__version__,
-    }  # fmt: skip
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    machine = machine_facts(model="SmolLM2-135M-Instruct", draft=arguments.draft, dtype="float32")
     tasks: dict[str, Callable[[], Iterator[list[dict[str, Any]]]]] = {
         "nodes": lambda: nodes_part(target, draft, tokenizer, arguments.data, arguments.prompts, arguments.positions),
         "trees": lambda: trees_part(target, draft, tokenizer, arguments.data, max(1, arguments.prompts // 6)),
     }
     for name in sorted(parts):
         for rows in tasks[name]():
-            write(arguments.out / f"acceptance-{name}.csv", rows, machine)
+            write_table(arguments.out / f"acceptance-{name}.csv", rows, machine)
         (plot_nodes if name == "nodes" else plot_trees)(rows, arguments.out / f"acceptance-{name}.png")
     return 0
 

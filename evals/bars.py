@@ -9,10 +9,8 @@ the target are counted by one hook for every method alike.
 from __future__ import annotations
 
 import argparse
-import csv
 import gzip
 import json
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,12 +20,11 @@ from statistics import median
 from typing import Any
 
 import torch
-import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import hf_treespec
 from hf_treespec import TreeConfig, enable
 from real_model import load_smollm2
+from tables import machine_facts, write_table
 
 NEW_TOKENS = 96
 SEED = 1
@@ -256,21 +253,9 @@ def main() -> int:
             model, tokenizer = load_smollm2(dtype=getattr(torch, dtype))
             few = max(1, arguments.prompts // 6)
             rows += part_wrong(enable(model), tokenizer, arguments.data, few, arguments.repeats)
-    machine = {
-        "model": "SmolLM2-135M-Instruct",
-        "processor": platform.machine(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "hf_treespec": hf_treespec.__version__,
-    }
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    machine = machine_facts(model="SmolLM2-135M-Instruct")
     name = "bars-" + "-".join(sorted(parts))
-    fields = list(dict.fromkeys(key for row in rows for key in row)) + list(machine)
-    with open(arguments.out / f"{name}.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, fields)
-        writer.writeheader()
-        writer.writerows({**row, **machine} for row in rows)
+    write_table(arguments.out / f"{name}.csv", rows, machine)
     if "text" in parts:
         plot(rows, arguments.out / f"{name}.png")
     print(json.dumps({**machine, **summary(rows)}, indent=2))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import platform
 import random
 import sys
 import time
@@ -24,11 +23,10 @@ from statistics import median
 from typing import Any
 
 import torch
-import transformers
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-import hf_treespec
 from hf_treespec import TreeCache, TreeConfig, enable
+from tables import machine_facts, write_table
 
 KINDS: dict[str, Callable[[LlamaConfig], Any]] = {
     "dynamic": lambda config: DynamicCache(config=config),
@@ -193,23 +191,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := set(arguments.kinds) - set(KINDS):
         parser.error(f"--kinds: {', '.join(sorted(unknown))}: expected some of {', '.join(KINDS)}")
     rows = measure(arguments)
-    setting = {
-        **{name: getattr(arguments, name) for name in ("layers", "heads", "head_size", "nodes", "dtype")},
-        "device": arguments.device,
-        "processor": platform.machine(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "hf_treespec": hf_treespec.__version__,
-    }
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    setting = {name: getattr(arguments, name) for name in ("layers", "heads", "head_size", "nodes", "dtype", "device")}
+    rounded = [{k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()} for row in rows]
     table = arguments.out / "cache-costs.csv"
-    with open(table, "w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *setting])
-        writer.writeheader()
-        writer.writerows(
-            {**{k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}, **setting} for row in rows
-        )
+    write_table(table, rounded, machine_facts(**setting))
     plot(table, table.with_suffix(".png"))
     for field in ("append_us", "commit_us", "tokens_per_round"):
         print(field)

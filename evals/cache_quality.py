@@ -18,19 +18,17 @@ import gzip
 import inspect
 import json
 import math
-import platform
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
-import hf_treespec
 from bars import SETS, encode, read_prompts
 from hf_treespec import TreeCache, TreeConfig, enable
 from real_model import load_smollm2
+from tables import machine_facts, write_table
 
 STORAGES = ("dense", "int8", "fp8")
 PARTS = ("perplexity", "greedy", "tree")
@@ -209,21 +207,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows += part_greedy(model, tokenizer, data, count, new)
     if "tree" in parts:
         rows += part_tree(model, tokenizer, data, count, new)
-    machine = {
-        "model": "SmolLM2-135M-Instruct",
-        "dtype": arguments.dtype,
-        "processor": platform.machine(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "hf_treespec": hf_treespec.__version__,
-    }
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    machine = machine_facts(model="SmolLM2-135M-Instruct", dtype=arguments.dtype)
     table = arguments.out / "cache-quality.csv"
-    with open(table, "w", newline="") as file:
-        writer = csv.DictWriter(file, [*dict.fromkeys(key for row in rows for key in row), *machine])
-        writer.writeheader()
-        writer.writerows({**row, **machine} for row in rows)
+    write_table(table, rows, machine)
     plot(table, table.with_suffix(".png"))
     print(json.dumps({**machine, **summary(rows)}, indent=2))
     return 0

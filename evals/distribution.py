@@ -25,7 +25,6 @@ import argparse
 import csv
 import json
 import os
-import platform
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,16 +34,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 import hf_treespec
 from drafts import load_target
 from expected import SettingsError
 from hf_treespec.train import BrokenRunError, OtherRunError, ShardWriter, claim, read_shards
-from injection import as_table, bugs_named, inject_each, write_table
+from injection import as_table, bugs_named, inject_each
 from promptsource import Prompt, PromptSource
 from real_model import RealModelError, progress_bars_on_terminals_only
 from settings import FREE, Arm, Settings
+from tables import machine_facts, write_table
 from units import Bench, flaw
 from verdict import Verdict, judge
 
@@ -171,23 +170,19 @@ def run_bugs(
             print(verdict.line, file=sys.stderr, flush=True)
         return verdict
 
+    facts = {name: getattr(settings, name) for name in ("model", "dtype", "seed", "family")}
     rows = []
     for row in inject_each(settings, bugs, one):
         rows.append(row)
         if state.is_main_process:
             with writing(folder):
-                write_table(folder / "injected.csv", settings, rows)
+                write_table(folder / "injected.csv", rows, machine_facts(**facts))
     return as_table(rows)
 
 
 def write_results(folder: Path, settings: Settings, verdict: Verdict) -> None:
     """results.json, results.csv and results.png."""
-    machine = {
-        "processor": platform.machine(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "hf_treespec": hf_treespec.__version__,
-    }
+    machine = machine_facts()
     told = {
         "verdict": verdict.line,
         "code": verdict.code,
@@ -196,10 +191,7 @@ def write_results(folder: Path, settings: Settings, verdict: Verdict) -> None:
         **machine,
     }
     (folder / "results.json").write_text(json.dumps(told, indent=2, default=list) + "\n")
-    with open(folder / "results.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, [*verdict.rows[0], *machine, "model", "seed"])
-        writer.writeheader()
-        writer.writerows({**row, **machine, "model": settings.model, "seed": settings.seed} for row in verdict.rows)
+    write_table(folder / "results.csv", verdict.rows, {**machine, "model": settings.model, "seed": settings.seed})
     plot(folder / "results.csv", folder / "results.png")
 
 

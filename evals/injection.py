@@ -7,23 +7,16 @@ says is that of the last look alone.
 
 from __future__ import annotations
 
-import csv
-import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
 import expected
-import hf_treespec
 from mutants import MUTANTS
 from settings import Settings
 from verdict import CAUGHT, MISSED, Verdict
 
-__all__ = ["as_table", "bugs_named", "inject_each", "looks", "write_table"]
+__all__ = ["as_table", "bugs_named", "inject_each", "looks"]
 
 
 def looks(limit: int) -> list[int]:
@@ -78,24 +71,6 @@ def inject_each(
                 "caught": not arm["passes"],
                 "seconds": arm["seconds"],
             }
-
-
-def write_table(path: Path, settings: Settings, rows: Sequence[dict[str, Any]]) -> None:
-    """The rows as CSV, with what they were measured with."""
-    machine = {
-        "model": settings.model,
-        "dtype": settings.dtype,
-        "seed": settings.seed,
-        "family": settings.family,
-        "processor": platform.machine(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "hf_treespec": hf_treespec.__version__,
-    }
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *machine])
-        writer.writeheader()
-        writer.writerows({**row, **machine} for row in rows)
 
 
 def as_table(rows: Sequence[dict[str, Any]]) -> tuple[str, int]:

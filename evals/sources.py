@@ -11,10 +11,8 @@ prompt to prompt. Each prompt is one line in --work, so that a killed run goes o
 from __future__ import annotations
 
 import argparse
-import csv
 import hashlib
 import json
-import platform
 import random
 import sys
 import time
@@ -23,14 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from accelerate import PartialState
 
-import hf_treespec
 from bars import SETS, encode, read_prompts
 from hf_treespec import TreeConfig, enable, load_draft
 from hf_treespec.train import BrokenRunError, OtherRunError, ShardWriter, claim, read_shards
 from real_model import load_smollm2, progress_bars_on_terminals_only
+from tables import machine_facts, write_table
 
 _SEED = 1
 
@@ -222,23 +219,9 @@ def main() -> int:
     if not state.is_main_process:
         return 0
     rows = summary(records)
-    machine = {
-        "model": "SmolLM2-135M-Instruct",
-        "dtype": options.dtype,
-        "nodes": options.nodes,
-        "processor": platform.machine(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "hf_treespec": hf_treespec.__version__,
-    }
     if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        fields = list(dict.fromkeys(key for row in rows for key in row)) + list(machine)
-        with open(options.out / f"{options.name}.csv", "w", newline="") as file:
-            writer = csv.DictWriter(file, fields)
-            writer.writeheader()
-            writer.writerows({**row, **machine} for row in rows)
+        facts = machine_facts(model="SmolLM2-135M-Instruct", dtype=options.dtype, nodes=options.nodes)
+        write_table(options.out / f"{options.name}.csv", rows, facts)
         plot(rows, options.out / f"{options.name}.png")
     for row in rows:
         print(" ".join(f"{key}={value}" for key, value in row.items()))
