@@ -24,7 +24,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-__all__ = ["STEPS", "cell_of", "cells", "laws_of_text", "processors", "together", "witness"]
+__all__ = ["STEPS", "VARIANCES", "cell_of", "cells", "laws_of_text", "processors", "together", "witness"]
 
 # By how much of a log probability rounding may move what top-k leaves, and the order of tokens.
 _EDGE = 1e-4
@@ -35,6 +35,8 @@ _FLOOR = -30.0
 _BOUNDS = {"p": (-16.0, 0.0), "ratio": (-8.0, 8.0)}
 # The largest step of each score.
 STEPS = {**{name: high - low for name, (low, high) in _BOUNDS.items()}, "recent": 1.0}
+# The variance a token that each score is likely to have: a guess, from SmolLM2-135M-Instruct at temperature 1.
+VARIANCES = {"p": 6.0, "ratio": 2.5, "recent": 0.015}
 # How many tokens back a token counts as said recently: about as many as a round emits.
 _RECENT = 3
 

@@ -127,6 +127,7 @@ class Bench:
             "accepted": stats.accepted_tokens,
             "expected": round(stats.expected_accepted, 6),
             "drafted": stats.drafted_nodes,
+            "trees": next(iter(stats.drafted_by_depth), 0),
         }
         return {**record, "seconds": round(seconds, 3)}
 

@@ -79,7 +79,7 @@ def test_texts_of_peaked_laws_pass(temperature: float) -> None:
         found = witness(target, target, draft, say(target.exp(), seed + 90), seed, SAMPLING)
         for what in ("p", "ratio"):
             value, variance = found[f"score_{what}"]
-            least = min(least, martingale_tail(value, variance, STEPS[what]))
+            least = min(least, martingale_tail(value, variance, STEPS[what], variance))
     assert least > 1e-3
     # No step is larger than it says.
     one = witness(target[:1], target[:1], draft[:1], [int(best[0, 1])], 1, SAMPLING)
