@@ -16,7 +16,7 @@ more prompts if --limit is larger; processes share the prompts among themselves.
 
 Exit codes: 0 everything as it should be: lossless rules pass, and what is known to be wrong (--inject, typical-lossy)
 is caught; 1 a rule that claims to be lossless fails; 2 bad settings, or a folder of another run; 3 something wrong was
-not caught, or too little was tested. Launchers of several processes make 1 of each that is not 0.
+not caught, or too little was tested; 4 an unexpected error. Launchers of several processes make 1 of each but 0.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ import csv
 import json
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,9 @@ from verdict import Verdict, judge
 __all__ = ["main"]
 
 RESULTS = ("results.json", "results.csv", "results.png")
+UNEXPECTED = 4
+# For how long a process waits for one that is slower; without it, half an hour.
+PATIENCE = timedelta(days=30)
 
 
 def units(settings: Settings, prompts: Iterator[Prompt]) -> Iterator[tuple[str, str, Arm, Prompt]]:
@@ -250,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     # Without this, accelerate takes processes on CPUs for one process each.
     asked = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
-    state = PartialState(cpu=asked or not torch.accelerator.is_available())
+    state = PartialState(cpu=asked or not torch.accelerator.is_available(), timeout=PATIENCE)
     if state.num_processes == 1 and "MASTER_ADDR" in os.environ:
         print(
             "accelerate started one process: on CPUs it starts several through MPI only; "
@@ -275,6 +280,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (SettingsError, OtherRunError, BrokenRunError, RealModelError, hf_treespec.TreeSpecError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except Exception:
+        # 1 would say that a lossless rule fails.
+        traceback.print_exc()
+        return UNEXPECTED
     if not state.is_main_process:
         return 0
     print(line)

@@ -95,9 +95,16 @@ class PromptSource:
         return cls(**told)
 
     def digest(self) -> str:
-        """Of the file, or of what names the set."""
+        """Of the file, or of what names the set.
+
+        Raises:
+            SettingsError: for a file that cannot be read.
+        """
         if self.path:
-            return hashlib.sha256(Path(self.path).read_bytes()).hexdigest() if Path(self.path).is_file() else ""
+            try:
+                return hashlib.sha256(Path(self.path).read_bytes()).hexdigest() if Path(self.path).is_file() else ""
+            except OSError as error:
+                raise SettingsError(f"prompts: path: {self.path}: {error.strerror or error}") from error
         return f"{self.dataset}/{self.name}/{self.split}"
 
     def prompts(self, tokenizer: Any) -> Iterator[Prompt]:

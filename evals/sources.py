@@ -17,6 +17,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +204,8 @@ def main() -> int:
     if options.draft is None and any("head" in source.split("+") for source in options.sources):
         parser.error("--sources names head: pass its checkpoint as --draft")
     progress_bars_on_terminals_only()
-    state = PartialState(cpu=not torch.cuda.is_available())
+    # A process may wait for a slower one for longer than half an hour, the default.
+    state = PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(days=30))
     told = {name: getattr(options, name) for name in ("sources", "new_tokens", "nodes", "dtype")}
     told["draft"] = None if options.draft is None else str(options.draft)
     try:

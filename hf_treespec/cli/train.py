@@ -203,7 +203,8 @@ def _train(
 
 def _accelerator(device: str, precision: str) -> Accelerator:
     import torch
-    from accelerate import Accelerator
+
+    from hf_treespec.train.processes import patient_accelerator
 
     if device not in ("auto", "cpu"):
         raise UsageFault("--device", f"{device!r}: expected auto or cpu; CUDA_VISIBLE_DEVICES chooses among several")
@@ -214,7 +215,7 @@ def _accelerator(device: str, precision: str) -> Accelerator:
     cpu = device == "cpu" or asked or not torch.accelerator.is_available()
     chosen = os.environ.get("ACCELERATE_MIXED_PRECISION") or ("no" if cpu else "bf16")
     try:
-        return Accelerator(cpu=cpu, mixed_precision=chosen if precision == "auto" else precision)
+        return patient_accelerator(cpu=cpu, mixed_precision=chosen if precision == "auto" else precision)
     except ValueError as error:
         raise UsageFault("--precision", one_line(error)) from error
 

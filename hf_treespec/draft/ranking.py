@@ -102,6 +102,8 @@ class Ranker:
     def _spread(self, scores_RV: Tensor, filler: float) -> Tensor:
         """`[R, T]` with a filler where the draft knows no id."""
         if self._ids is None:
+            # A negative padding would cut the law, and what is left of it is no law.
+            assert scores_RV.shape[-1] <= self._target_vocab, "a draft's ids beyond the target's are cut before"
             return torch.nn.functional.pad(scores_RV, (0, self._target_vocab - scores_RV.shape[-1]), value=filler)
         wide = scores_RV.new_full((len(scores_RV), self._target_vocab), filler)
         return wide.index_copy_(1, self._ids.to(wide.device), scores_RV)

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 from hf_treespec.errors import TrainError, TreeSpecError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["check_accelerator", "on_first"]
+__all__ = ["check_accelerator", "on_first", "patient_accelerator"]
 
 _PARALLEL = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_HPU")
 _PRECISIONS = ("no", "bf16")
+
+
+# The first process may make texts, or measure, while the others wait; torch's own limit is half an hour.
+_PATIENCE = timedelta(days=30)
+
+
+def patient_accelerator(**options: Any) -> Accelerator:
+    """An accelerator whose processes wait for one another for days.
+
+    Args:
+        **options: of `Accelerator`.
+    """
+    from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs
+
+    return Accelerator(**options, kwargs_handlers=[InitProcessGroupKwargs(timeout=_PATIENCE)])
 
 
 def check_accelerator(accelerator: Accelerator) -> None:

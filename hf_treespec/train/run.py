@@ -27,7 +27,7 @@ from hf_treespec.train.kinds import check_layers, lesson_of, new_draft, save
 from hf_treespec.train.loop import fit
 from hf_treespec.train.mark import weights_mark
 from hf_treespec.train.measure import measure
-from hf_treespec.train.processes import check_accelerator, on_first
+from hf_treespec.train.processes import check_accelerator, on_first, patient_accelerator
 from hf_treespec.train.result import TrainResult
 from hf_treespec.train.settings import FREE, TrainSettings
 from hf_treespec.train.shards import OtherRunError, claim
@@ -98,9 +98,7 @@ def train_draft(
     """
     settings = settings or TrainSettings()
     if accelerator is None:
-        from accelerate import Accelerator
-
-        accelerator = Accelerator()
+        accelerator = patient_accelerator()
     check_accelerator(accelerator)
     tell = report if report is not None and accelerator.is_main_process else _nothing
     name = name or model.name_or_path or type(model).__name__

@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from hf_treespec.errors import TrainError
 
 __all__ = ["BrokenRunError", "OtherRunError", "ShardWriter", "claim", "read_shards"]
@@ -40,7 +42,7 @@ def claim(
         free: settings that the fingerprint leaves out; "prompts.limit" is `limit` inside of `prompts`.
 
     Raises:
-        OtherRunError: if it holds another run.
+        OtherRunError: if it holds another run, or is to be emptied while one writes to it.
         BrokenRunError: if it is no folder, or what it says of its run cannot be read.
     """
     try:
@@ -49,8 +51,11 @@ def claim(
         raise BrokenRunError(f"{folder}: no folder for results: {error}") from error
     if fresh:
         try:
-            for old in [*folder.glob("shard-*.jsonl"), *folder.glob(_RUN)]:
+            for old in folder.glob("shard-*.jsonl"):
+                lock = _locked(old)
                 old.unlink()
+                lock.release()
+            (folder / _RUN).unlink(missing_ok=True)
         except OSError as error:
             raise BrokenRunError(f"{folder} cannot be emptied: {error}; pass another --out") from error
     run = folder / _RUN
@@ -130,20 +135,38 @@ def _told(record: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key != "seconds"}
 
 
+def _locked(shard: Path) -> FileLock:
+    # The system gives the lock back when a process ends, however it ends; the empty file that stays locks nothing.
+    lock = FileLock(f"{shard}.lock")
+    try:
+        lock.acquire(blocking=False)
+    except Timeout as error:
+        raise OtherRunError(f"{shard} is being written by another run; wait for it, or pass another --out") from error
+    return lock
+
+
 class ShardWriter:
-    """Appends units to the file of one process.
+    """Appends units to the file of one process, which is locked as long as it is open.
 
     Args:
         folder: of the results.
         rank: of the process.
+
+    Raises:
+        OtherRunError: if another process has it open.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
         path = folder / f"shard-{rank:04d}.jsonl"
-        if path.exists():
-            whole, newline, _ = path.read_bytes().rpartition(b"\n")
-            os.truncate(path, len(whole + newline))
-        self._file = open(path, "ab")  # noqa: SIM115
+        self._lock = _locked(path)
+        try:
+            if path.exists():
+                whole, newline, _ = path.read_bytes().rpartition(b"\n")
+                os.truncate(path, len(whole + newline))
+            self._file = open(path, "ab")  # noqa: SIM115
+        except OSError:
+            self._lock.release()
+            raise
 
     def write(self, record: Mapping[str, Any]) -> None:
         """One finished unit, on the disk when this returns."""
@@ -156,3 +179,4 @@ class ShardWriter:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+        self._lock.release()

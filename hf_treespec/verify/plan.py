@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hf_treespec.errors import TreeSpecError
 from hf_treespec.rules import Draws, Rule
 from hf_treespec.tree import TokenTree
 
@@ -81,6 +82,9 @@ def plan(
 
     Returns:
         The plan, in the dtype and on the device of `target_BNV`.
+
+    Raises:
+        TreeSpecError: if a draft left out the law of a node whose children it sampled.
     """
     batch, nodes, vocab = target_BNV.shape
     target_MV = target_BNV.reshape(batch * nodes, vocab)
@@ -173,9 +177,18 @@ class _Siblings:
                 )
             )
         self._rest: Tensor | None = None
-        if laws is not None and any(drawn for children in found for _, _, drawn in children):
+        random = [any(drawn for _, _, drawn in children) for children in found]
+        if any(random):
+            known = []
+            for i, (row, node) in enumerate(level):
+                if laws is not None and node in laws.rows[row]:
+                    known.append((i, laws.rows[row][node]))
+                elif random[i]:
+                    raise TreeSpecError(
+                        f"the draft sampled children of node {node} of row {row} and left out the law they come from"
+                    )
+            assert laws is not None
             rest = torch.zeros_like(self.p)
-            known = [(i, laws.rows[row][node]) for i, (row, node) in enumerate(level) if node in laws.rows[row]]
             index = torch.tensor(known, device=device).unbind(-1)
             rest[index[0]] = laws.laws_RV.to(rest)[index[1]]
             # Random children are drawn beside those that were chosen for being the most likely.
@@ -227,7 +240,9 @@ class _Siblings:
             [torch.zeros_like(self.a).index_add(0, here, flag.to(p)) for here, _, _, flag in self._slots]
         )
         k = drawn.sum(0)
-        q = self._rest
+        mass = self._rest.sum(-1, keepdim=True)
+        # Of a node without random children nothing is left, which is no law and is never asked for.
+        q = self._rest / torch.where(mass == 0, torch.ones_like(mass), mass)
         low, high = torch.ones_like(k), k.clamp(min=1.0)
         for _ in range(_BISECTIONS):
             rho = (low + high) / 2

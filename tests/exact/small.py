@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, PreTrainedModel
 
 from hf_treespec import TreeConfig, enable
+from measures import chi_square
 from tiny import perturbed
 
 VOCAB, FEW = 9, 5
@@ -80,17 +81,9 @@ def law_of(model: PreTrainedModel, prompt: Tensor, length: int, sampling: dict[s
 
 
 def goodness(counts: Tensor, law: Tensor) -> float:
-    """p-value of Pearson's test, cells that expect fewer than ten pooled."""
-    total = counts.sum()
+    """p-value of the evals' test of counts against a law."""
     assert not counts[law == 0].any(), "a token that the target never says"
-    expected = law * total
-    large = expected >= 10
-    seen = torch.cat([counts[large], counts[~large].sum()[None]])
-    wanted = torch.cat([expected[large], expected[~large].sum()[None]])
-    keep = wanted > 0
-    statistic = ((seen - wanted)[keep] ** 2 / wanted[keep]).sum()
-    freedom = torch.tensor((int(keep.sum()) - 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom, statistic / 2))
+    return chi_square(counts.tolist(), law.tolist())[0]
 
 
 def drawn(config: TreeConfig, rows: int, **sampling: Any) -> tuple[Tensor, Any]:

@@ -11,9 +11,10 @@ import torch
 from exact.laws import all_coins, law_of_target, law_of_text, planned, total_variation, worst
 from exact.reference import reference, winner_chances
 from exact.worlds import World, adapted, all_trees, bush
+from hf_treespec.errors import TreeSpecError
 from hf_treespec.rules import RULES
 from hf_treespec.tree import TokenTree
-from hf_treespec.verify import Plan, draw, expected_accepted, plan, post_order, winners
+from hf_treespec.verify import DraftLaws, Plan, draw, expected_accepted, plan, post_order, winners
 
 LOSSLESS = [name for name, rule in RULES.items() if rule.lossless]
 WORLDS = {
@@ -26,6 +27,9 @@ WORLDS = {
     "draft_zeros": World(seed=7, vocab=4, draft_zeros=2),
     "both_zeros": World(seed=8, vocab=4, target_zeros=1, draft_zeros=1),
     "disjoint": World(seed=9, vocab=4, disjoint=True),
+    # With repeated draws too siblings and their children are tried in these: four tokens have too many outcomes.
+    "three_zeros": World(seed=12, target_zeros=1, draft_zeros=1),
+    "three_draft_zeros": World(seed=13, draft_zeros=1),
     "penalty": World(seed=10, penalty=0.2),
     "eos": World(seed=11, eos=1),
 }
@@ -106,6 +110,29 @@ def test_the_plan_is_that_of_the_reference(name: str, world: str) -> None:
             # A residual of no mass is never drawn from.
             if winner_chances(rule, tree, expected.accept)[node] > 1e-9:
                 assert found.residual_BNV[row, node].tolist() == pytest.approx(law, abs=1e-8), (tree, node)
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_a_law_counts_by_its_shares(name: str) -> None:
+    """Twice the draft's weights are the same law, and the same plan."""
+    tree = TokenTree((0, 1, 2), (-1, 0, 0), sampled=frozenset({1, 2}))
+    target = torch.tensor([[[0.2, 0.5, 0.3]] * 3], dtype=torch.float64)
+    law = torch.tensor([[0.3, 0.3, 0.4]], dtype=torch.float64)
+    one, twice = (plan(RULES[name], [tree], target, DraftLaws(law * times, [{0: 0}])) for times in (1, 2))
+    assert torch.allclose(one.accept_BN, twice.accept_BN) and torch.allclose(one.residual_BNV, twice.residual_BNV)
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_random_children_without_their_law_are_refused(name: str) -> None:
+    tree = TokenTree((0, 1, 2, 1), (-1, 0, 1, 2), sampled=frozenset({1, 2}))
+    target = torch.full((1, 4, 3), 1 / 3, dtype=torch.float64)
+    law = torch.full((1, 3), 1 / 3, dtype=torch.float64)
+    for laws, node in ((None, 0), (DraftLaws(law, [{}]), 0), (DraftLaws(law, [{0: 0}]), 1)):
+        with pytest.raises(TreeSpecError, match=f"sampled children of node {node} of row 0 and left out the law"):
+            plan(RULES[name], [tree], target, laws)
+    # A child that was chosen needs none.
+    whole = plan(RULES[name], [tree], target, DraftLaws(law, [{0: 0, 1: 0}]))
+    assert torch.isfinite(whole.accept_BN).all()
 
 
 TREE = TokenTree((9, 1, 2, 3, 4, 5, 6), (-1, 0, 0, 1, 1, 2, 5))

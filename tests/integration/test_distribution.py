@@ -156,6 +156,33 @@ def test_bugs_run_in_turn_until_each_is_caught(
     assert "inject: 'M02': expected one of M01, M15" in capsys.readouterr().err
 
 
+def test_an_unexpected_error_is_no_verdict(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1 would say that a lossless rule fails."""
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("a fault of the program")
+
+    monkeypatch.setattr(distribution, "run", broken)
+    assert run(model, tmp_path) == 4
+    said = capsys.readouterr()
+    assert not said.out and "Traceback" in said.err and "RuntimeError: a fault of the program" in said.err
+
+
+def test_processes_wait_for_slower_ones(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+
+    def made(**options: Any) -> Any:
+        told.append(options["timeout"])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("accelerate.PartialState", made)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, tmp_path)
+    assert told[0].days >= 7
+
+
 @pytest.mark.parametrize(("limit", "found"), [(0, [0]), (1, [1]), (2, [1, 2]), (12, [1, 3, 6, 12])])
 def test_numbers_of_prompts_double(limit: int, found: list[int]) -> None:
     assert injection.looks(limit) == found

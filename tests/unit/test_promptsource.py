@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -143,3 +144,15 @@ def test_drafts_made_from_a_target() -> None:
     for spec in (f"layers:{layers}", "layers:0", f"drop:0-{layers}"):
         with pytest.raises(SettingsError, match=spec):
             make_draft(spec, target, 0)
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "closed.jsonl"
+    path.write_text("{}\n")
+
+    def refused(self: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    with pytest.raises(SettingsError, match=rf"prompts: path: {path}: Permission denied"):
+        PromptSource(path=str(path)).digest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor, TemperatureLogitsWarper
 
@@ -42,3 +43,9 @@ def test_laws_are_over_all_ids_and_zero_where_the_draft_knows_none() -> None:
     assert laws is not None
     expected = torch.zeros(13).index_copy_(0, IDS, LOGITS[0].softmax(-1))
     assert laws.laws_RV[0].allclose(expected)
+
+
+def test_a_law_of_more_ids_than_the_targets_is_not_cut_in_silence() -> None:
+    sampler = ChildSampler(rule_named("rrs"), 1, RoundNoise(GumbelNoise(3, 13)))
+    with pytest.raises(AssertionError, match="ids beyond the target's"):
+        Ranker(LOGITS.shape[1] - 1, sampler=sampler).sample(0, 4, [0], [1], LOGITS)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from hf_treespec.train import BrokenRunError, OtherRunError, ShardWriter, claim, read_shards
+from kernel_scripts import child_environment
 
 
 def write(folder, rank: int, *keys: str) -> None:
@@ -92,3 +96,45 @@ def test_a_folder_belongs_to_one_run(tmp_path) -> None:
     write(folder, 0, "a")
     with pytest.raises(OtherRunError, match="unknown run"):
         claim(folder, "two", {}, fresh=False)
+
+
+def test_a_shard_that_is_open_is_nobody_elses(tmp_path) -> None:
+    with ShardWriter(tmp_path, 0) as out:
+        out.write({"key": "a", "value": "aa"})
+        with open(tmp_path / "shard-0000.jsonl", "ab") as half:
+            half.write(b'{"key": "b", ')
+        with pytest.raises(OtherRunError, match=r"shard-0000.jsonl is being written by another run"):
+            ShardWriter(tmp_path, 0)
+        assert (tmp_path / "shard-0000.jsonl").read_bytes().endswith(b'{"key": "b", ')
+        with pytest.raises(OtherRunError, match=r"shard-0000.jsonl is being written by another run"):
+            claim(tmp_path, "two", {}, fresh=True)
+        write(tmp_path, 1, "c")
+    assert list(read_shards(tmp_path)) == ["a", "c"]
+    write(tmp_path, 0, "d")
+    assert list(read_shards(tmp_path)) == ["a", "c", "d"]
+
+
+HOLDS = """
+import sys
+import time
+from pathlib import Path
+from hf_treespec.train.shards import ShardWriter
+writer = ShardWriter(Path(sys.argv[1]), 0)
+print("open", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_process_leaves_nothing_locked(tmp_path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=child_environment()
+    ) as child:
+        try:
+            assert child.stdout is not None and child.stdout.readline() == "open\n"
+            with pytest.raises(OtherRunError):
+                ShardWriter(tmp_path, 0)
+        finally:
+            child.kill()
+    write(tmp_path, 0, "a")
+    assert list(read_shards(tmp_path)) == ["a"]

@@ -20,6 +20,7 @@ from hf_treespec.train.batches import Batch
 from hf_treespec.train.fresh import layer_config
 from hf_treespec.train.kinds import new_draft, save
 from hf_treespec.train.lessons import head_lesson
+from hf_treespec.train.processes import patient_accelerator
 from hf_treespec.train.target import frozen, lent
 from learnable import FIRST, VOCAB, learnable
 from seq2seq import stock as stock_pair
@@ -205,3 +206,11 @@ def test_settings_that_cannot_work() -> None:
             TrainSettings(**settings)
     assert TrainSettings(kind="model").loop_settings().learning_rate == 3e-4
     assert [TrainSettings().held_out_of(count) for count in (2, 100, 9000)] == [1, 10, 64]
+
+
+def test_processes_wait_for_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, Any] = {}
+    monkeypatch.setattr("accelerate.Accelerator", lambda **options: told.update(options))
+    patient_accelerator(cpu=True)
+    (handler,) = told["kwargs_handlers"]
+    assert told["cpu"] and handler.timeout.days >= 7
