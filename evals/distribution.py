@@ -177,7 +177,7 @@ def run_bugs(
         if state.is_main_process:
             with writing(folder):
                 write_table(folder / "injected.csv", rows, machine_facts(**facts))
-    return as_table(rows)
+    return as_table(rows, bugs)
 
 
 def write_results(folder: Path, settings: Settings, verdict: Verdict) -> None:

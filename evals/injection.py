@@ -73,17 +73,22 @@ def inject_each(
             }
 
 
-def as_table(rows: Sequence[dict[str, Any]]) -> tuple[str, int]:
-    """For people, in Markdown, and the exit code."""
+def as_table(rows: Sequence[dict[str, Any]], bugs: Sequence[str]) -> tuple[str, int]:
+    """For people, in Markdown, and the exit code.
+
+    Args:
+        rows: of `inject_each`.
+        bugs: all that were asked for; one that no row tells of was not caught.
+    """
     lines = ["| bug | arm | tokens | least p | of | caught |", "|---|---|---|---|---|---|"]
     for row in rows:
         said = "yes" if row["caught"] else "no"
         lines.append(
             f"| {row['bug']} | {row['arm']} | {row['tokens']} | {row['p']:.1e} | {row['test']} | {said} |"
         )  # fmt: skip
-    missed = list(dict.fromkeys(row["bug"] for row in rows if not row["caught"]))
-    bugs = len({row["bug"] for row in rows})
-    line = f"{bugs - len(missed)} of {bugs} injected bugs caught"
+    told = {row["bug"] for row in rows if row["caught"]} - {row["bug"] for row in rows if not row["caught"]}
+    missed = [bug for bug in bugs if bug not in told]
+    line = f"{len(bugs) - len(missed)} of {len(bugs)} injected bugs caught"
     return "\n".join([*lines, line + (f"; not caught: {', '.join(missed)}" if missed else "")]), (
-        MISSED if missed or not rows else CAUGHT
+        MISSED if missed or not bugs else CAUGHT
     )

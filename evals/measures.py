@@ -13,7 +13,9 @@ from torch import Tensor
 
 __all__ = [
     "BENTKUS",
+    "binomial_tail",
     "both_tails",
+    "both_tails_of_two",
     "chi_square",
     "chi_square_quantile",
     "chi_square_tail",
@@ -32,6 +34,9 @@ __all__ = [
 
 # What a martingale's tail is above that of its Poisson number at most.
 BENTKUS = math.e**2 / 2
+# Ratio of the variances that a martingale is tested with, and the share of the awaited one: 1 / (2 zeta(3/2) - 1).
+_GRID = 1.1
+_SHARE = 1 / (2 * 2.6123753486854883 - 1)
 
 
 def normal_tail(z: float) -> float:
@@ -39,17 +44,34 @@ def normal_tail(z: float) -> float:
     return math.erfc(abs(z) / math.sqrt(2))
 
 
-def martingale_tail(value: float, variance: float, step: float) -> float:
-    """Two-sided p-value of the sum of martingale differences of at most `step`, with that predictable variance.
+def martingale_tail(value: float, variance: float, step: float, awaited: float) -> float:
+    """Two-sided p-value of the sum of martingale differences of at most `step`, wherever the sum was ended.
 
-    No limit theorem: laws that are nearly certain give rare large steps, however many terms there are. The heaviest
-    tail that differences of at most s and a variance of V can have is, up to the factor, that of s (N - V / s^2), N
-    being a Poisson number of mean V / s^2 (Bentkus, Annals of Probability 32, 2004, 1650-1673).
+    Valid though the summed conditional variances are random, and though the differences themselves may have chosen
+    where to end: a text ends by its own tokens. No limit theorem: laws that are nearly certain give rare large steps.
+
+    For a V that is fixed beforehand, the sum reaches x while that variance is at most V with a chance of at most
+    e^2 / 2 times that of s (N - V / s^2) >= x, N being a Poisson number of mean V / s^2 (Bentkus, Annals of
+    Probability 32, 2004, 1650-1673, of the sum that is stopped at x, or before its variance exceeds V). Here V is any
+    of `awaited` * 1.1^j, j = ..., -1, 0, 1, ..., and the level is shared among them by (1 + |j|)^(-3/2): the p-value
+    is the least over the V that are no less than `variance`, each over its share. That costs a factor of 4 in p where
+    the variance is as awaited, of some 100 where it is half or twice of that.
+
+    Args:
+        value: the sum.
+        variance: of it, predictable, as realised.
+        step: largest difference.
+        awaited: the variance that is likely; whatever it is, it may not depend on the differences.
     """
     if variance <= 0 or value == 0:
         return 1.0
-    mean = torch.tensor(variance / step**2, dtype=torch.float64)
-    return min(1.0, 2 * BENTKUS * float(torch.special.gammainc(mean + abs(value) / step, mean)))
+    first = math.ceil(math.log(variance / awaited) / math.log(_GRID) - 1e-9)
+    # The bound grows with V: from `awaited` on only the first counts.
+    j = torch.arange(first, max(first, 0) + 1, dtype=torch.float64)
+    # To start from the variance itself guards against rounding at a point of the grid.
+    mean = (awaited * _GRID**j).clamp(min=variance) / step**2
+    tails = 2 * BENTKUS * torch.special.gammainc(mean + abs(value) / step, mean)
+    return min(1.0, float((tails / (_SHARE * (1 + j.abs()) ** -1.5)).min()))
 
 
 def poisson_tail(count: float, mean: float) -> float:
@@ -139,11 +161,14 @@ def both_tails(statistic: float, freedom: int, rare: tuple[float, float]) -> tup
     return min(1.0, max(1, len(found)) * min(found, default=1.0)), freedom
 
 
-def two_samples(one: Mapping[str, float], other: Mapping[str, float], least: float = 10.0) -> tuple[float, int]:
-    """Pearson's test that two tables of counts have one law; rare cells are one.
+def two_samples(
+    one: Mapping[str, float], other: Mapping[str, float], least: float = 10.0
+) -> tuple[float, int, tuple[float, float, float]]:
+    """Pearson's statistic of two tables of counts that have one law; cells that expect fewer than `least` are one.
 
     Returns:
-        The statistic and its degrees of freedom; 0 of them where all say the same.
+        The statistic, its degrees of freedom, and (count in `one`, count in both, share of `one` in all counts) of
+        that one cell where even it expects fewer: it is no part of the statistic then.
     """
     totals = math.fsum(one.values()), math.fsum(other.values())
     share = totals[0] / (totals[0] + totals[1])
@@ -155,14 +180,41 @@ def two_samples(one: Mapping[str, float], other: Mapping[str, float], least: flo
             cells.append(pair)
         else:
             rare = [rare[0] + pair[0], rare[1] + pair[1]]
-    if sum(rare):
+    if min(share, 1 - share) * sum(rare) >= least:
         cells.append(rare)
+        rare = [0.0, 0.0]
+    # Those that are left are judged by their shares among themselves.
+    seen = [math.fsum(pair[side] for pair in cells) for side in (0, 1)]
     statistic = 0.0
     for pair in cells:
-        for count, part in zip(pair, (share, 1 - share), strict=True):
-            expected = sum(pair) * part
-            statistic += (count - expected) ** 2 / expected
-    return statistic, len(cells) - 1
+        for count, part in zip(pair, seen, strict=True):
+            expected = sum(pair) * part / sum(seen)
+            statistic += (count - expected) ** 2 / expected if expected else 0.0
+    return statistic, max(0, len(cells) - 1), (rare[0], sum(rare), share)
+
+
+def both_tails_of_two(statistic: float, freedom: int, rare: Sequence[tuple[float, float, float]]) -> tuple[float, int]:
+    """p-value and degrees of freedom of sums of what `two_samples` gives: rare counts of all tables as one binomial.
+
+    Given how many there are in both tables, those in the first are binomial by its share; where shares differ from
+    table to table, a binomial of their mean is no less spread.
+    """
+    found = [chi_square_tail(statistic, freedom)] if freedom else []
+    if count := round(math.fsum(both for _, both, _ in rare)):
+        share = math.fsum(both * part for _, both, part in rare) / count
+        found.append(binomial_tail(round(math.fsum(mine for mine, _, _ in rare)), count, share))
+        freedom += 1
+    return min(1.0, max(1, len(found)) * min(found, default=1.0)), freedom
+
+
+def binomial_tail(count: int, trials: int, chance: float) -> float:
+    """Two-sided p-value of a number of hits."""
+    k = torch.arange(trials + 1, dtype=torch.float64)
+    n = torch.tensor(float(trials), dtype=torch.float64)
+    ways = torch.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)
+    odds = torch.tensor([chance, 1 - chance], dtype=torch.float64)
+    law = (ways + torch.xlogy(k, odds[0]) + torch.xlogy(n - k, odds[1])).exp()
+    return min(1.0, 2 * min(float(law[: count + 1].sum()), float(law[count:].sum())))
 
 
 def kolmogorov_smirnov(values: Tensor) -> float:
@@ -235,7 +287,8 @@ def smallest_variation(n: int, freedom: int, level: float, power: float = 0.99) 
 def variation_bound(counts: Sequence[float], chances: Sequence[float], doubt: float = 1e-3) -> float:
     """An upper bound on the total variation between the law of the counts and `chances`, right with 1 - `doubt`.
 
-    The empirical one, what it exceeds the true one by in the mean at most, and McDiarmid's deviation.
+    The empirical one, what it exceeds the true one by in the mean at most, and McDiarmid's deviation: of observations
+    that are independent and of one law.
     """
     n, cells = math.fsum(counts), len(counts)
     if not n:

@@ -24,15 +24,19 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-__all__ = ["STEPS", "cell_of", "cells", "laws_of_text", "processors", "together", "witness"]
+__all__ = ["STEPS", "VARIANCES", "cell_of", "cells", "laws_of_text", "processors", "together", "witness"]
 
-# By how much of a log probability rounding may move the edge of what top-k, top-p and min-p leave.
+# By how much of a log probability rounding may move what top-k leaves, and the order of tokens.
 _EDGE = 1e-4
+# By how much of the mass above a token it may move what top-p leaves, and by which share of p what min-p leaves.
+_EDGE_MASS, _EDGE_SHARE = 1e-5, 1e-4
 _FLOOR = -30.0
 # Values of scores are cut to these bounds: no step is larger than their distance, however peaked the laws are.
 _BOUNDS = {"p": (-16.0, 0.0), "ratio": (-8.0, 8.0)}
 # The largest step of each score.
 STEPS = {**{name: high - low for name, (low, high) in _BOUNDS.items()}, "recent": 1.0}
+# The variance a token that each score is likely to have: a guess, from SmolLM2-135M-Instruct at temperature 1.
+VARIANCES = {"p": 6.0, "ratio": 2.5, "recent": 0.015}
 # How many tokens back a token counts as said recently: about as many as a round emits.
 _RECENT = 3
 
@@ -87,7 +91,8 @@ def laws_of_text(model: Any, ids: Sequence[int], first: int, sampling: Mapping[s
     """
     # As in `generate`, a draft reads an id beyond its vocabulary as id 0: a poor guess, and a law all the same.
     ids = _within(ids, model.get_input_embeddings().weight.shape[0])
-    logits = model(torch.tensor([ids], device=model.device)).logits[0, first - 1 : -1]
+    # On the CPU: sums are made in float64, which not every device has.
+    logits = model(torch.tensor([ids], device=model.device)).logits[0, first - 1 : -1].cpu()
     ids = _within(ids, logits.shape[-1])
     shaped = _shaped(logits, ids, first, sampling)
     bare = {**sampling, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -122,8 +127,39 @@ def _score_recent(law_TV: Tensor, tokens: Sequence[int], places: Sequence[int]) 
     return [seen - float(chance.sum()), float((chance * (1 - chance)).clamp(min=0.0).sum())]
 
 
+def _at_an_edge(bare_TV: Tensor, tokens_T: Tensor, sampling: Mapping[str, float]) -> Tensor:
+    """Which tokens `generate` may have left in by rounding alone: each cut by its own threshold.
+
+    Args:
+        bare_TV: log probabilities before top-k, top-p and min-p.
+        tokens_T: tokens.
+        sampling: all of `settings.SAMPLING`.
+    """
+    mine_T1 = bare_TV.gather(1, tokens_T[:, None])
+    fits = torch.isfinite(mine_T1[:, 0])
+    chance_TV = bare_TV.double().exp()
+    if sampling["top_k"]:
+        last_T1 = bare_TV.topk(min(int(sampling["top_k"]), bare_TV.shape[1])).values[:, -1:]
+        fits &= (mine_T1 > last_T1 - _EDGE)[:, 0]
+        chance_TV = chance_TV.masked_fill(bare_TV < last_T1, 0.0)
+    if sampling["top_p"] < 1.0:
+        # A token stays as long as those above it hold less than top_p.
+        above_T = (chance_TV * (bare_TV > mine_T1 + _EDGE)).sum(-1) / chance_TV.sum(-1)
+        fits &= above_T < sampling["top_p"] + _EDGE_MASS
+    if sampling["min_p"]:
+        share_T = (mine_T1[:, 0] - bare_TV.amax(-1)).double().exp()
+        fits &= share_T >= sampling["min_p"] * (1 - _EDGE_SHARE)
+    cuts = sampling["top_k"] or sampling["top_p"] < 1.0 or sampling["min_p"]
+    return fits if cuts else torch.zeros_like(fits)
+
+
 def witness(
-    target_TV: Tensor, bare_TV: Tensor, draft_TV: Tensor | None, tokens: Sequence[int], seed: int
+    target_TV: Tensor,
+    bare_TV: Tensor,
+    draft_TV: Tensor | None,
+    tokens: Sequence[int],
+    seed: int,
+    sampling: Mapping[str, float],
 ) -> dict[str, Any]:
     """What a text says against the hypothesis that it was drawn from the target.
 
@@ -136,6 +172,7 @@ def witness(
         draft_TV: of the draft; tokens are ordered by q / p too. None leaves that out.
         tokens: T tokens.
         seed: of the randomisation.
+        sampling: all of `settings.SAMPLING`; what cuts says where its edge is.
 
     Returns:
         JSON-ready; `impossible` counts tokens that the target never says, rounding at an edge apart.
@@ -145,9 +182,7 @@ def witness(
     possible = chance > -math.inf
     edge = ~possible
     if bool(edge.any()):
-        # A token that the processors' edge left out by rounding has its like among those that are left.
-        floor = torch.where(target_TV > -math.inf, bare_TV, torch.full_like(bare_TV, math.inf)).amin(-1)
-        edge &= bare_TV.gather(1, tokens_T[:, None])[:, 0] > floor - _EDGE
+        edge[~possible] = _at_an_edge(bare_TV[~possible], tokens_T[~possible], sampling)
     out: dict[str, Any] = {"n": len(tokens), "impossible": int((~possible & ~edge).sum()), "edge": int(edge.sum())}
     if not bool(possible.any()):
         return {**out, "used": 0}
@@ -202,7 +237,7 @@ def cells(
     open_paths: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(tokens):
         batch = torch.tensor([[*prompt, *path] for path in open_paths], device=model.device)
-        logits = torch.cat([model(part).logits[:, -1] for part in batch.split(16)])
+        logits = torch.cat([model(part).logits[:, -1].cpu() for part in batch.split(16)])
         deeper: dict[tuple[int, ...], float] = {}
         for (path, chance), row in zip(open_paths.items(), logits, strict=True):
             chances = _shaped(row[None], [*prompt, *path], len(prompt) + len(path), sampling)[0].double().exp()

@@ -96,7 +96,7 @@ class Bench:
         new = len(out.scores)
         law, _ = laws_of_text(self.target, out.sequences[0].tolist(), len(prompt.ids), arm.sampling)
         for step in range(new):
-            off = (out.scores[step][0].double().softmax(-1) - law[step].exp()).abs().sum() / 2
+            off = (out.scores[step][0].cpu().double().softmax(-1) - law[step].exp()).abs().sum() / 2
             if off > _NULL_TOLERANCE:
                 raise SettingsError(
                     f"plain decoding with {dict(arm.sampling)} samples from another law than these settings say "
@@ -119,7 +119,7 @@ class Bench:
             ids = ids[: last + 1]
             target, bare = laws_of_text(self.target, ids, first, arm.sampling)
             drafted = None if draft is None else laws_of_text(draft, ids, first, arm.sampling)[0]
-            found = witness(target, bare, drafted, ids[first:], unit_seed(seed, "places", row))
+            found = witness(target, bare, drafted, ids[first:], unit_seed(seed, "places", row), arm.sampling)
             record = together(record, found) if record else found
         stats = self.target.treespec_stats
         record["stats"] = {
@@ -127,6 +127,7 @@ class Bench:
             "accepted": stats.accepted_tokens,
             "expected": round(stats.expected_accepted, 6),
             "drafted": stats.drafted_nodes,
+            "trees": next(iter(stats.drafted_by_depth), 0),
         }
         return {**record, "seconds": round(seconds, 3)}
 

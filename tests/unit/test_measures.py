@@ -9,6 +9,8 @@ import torch
 
 from measures import (
     BENTKUS,
+    binomial_tail,
+    both_tails_of_two,
     chi_square,
     chi_square_quantile,
     chi_square_tail,
@@ -35,16 +37,55 @@ def test_tails_are_those_of_the_tables() -> None:
     assert chi_square_tail(math.inf, 3) == 0.0 and chi_square_tail(5.0, 0) == 1.0
 
 
+# The share of the level that the awaited variance has: 1 / (2 zeta(3/2) - 1).
+SHARE = 1 / (2 * math.fsum(k**-1.5 for k in range(1, 4_000_000)) + 4 / math.sqrt(4e6) - 1)
+
+
 def test_martingales_are_bounded_by_a_poisson_number() -> None:
-    # Much variance for its steps: nearly normal, up to the factor.
-    assert martingale_tail(3e4, 1e8, 1.0) == pytest.approx(BENTKUS * normal_tail(3.0), rel=0.01)
+    factor = BENTKUS / SHARE
+    # Much variance for its steps: nearly normal, up to the factors.
+    assert martingale_tail(3e4, 1e8, 1.0, 1e8) == pytest.approx(factor * normal_tail(3.0), rel=0.01)
     # One event of chance 1e-6 is a rarity, not one of thousands of deviations.
-    assert martingale_tail(1.0, 1e-6, 1.0) == pytest.approx(2 * BENTKUS * 1e-6, rel=1e-3)
-    # N - 0.5 with N Poisson of mean 0.5, in steps of 10: N >= 3.
-    tail = 1 - math.exp(-0.5) * (1 + 0.5 + 0.125)
-    assert martingale_tail(25.0, 50.0, 10.0) == martingale_tail(-25.0, 50.0, 10.0)
-    assert martingale_tail(25.0, 50.0, 10.0) == pytest.approx(2 * BENTKUS * tail)
-    assert martingale_tail(0.0, 3.0, 1.0) == martingale_tail(1.0, 0.0, 1.0) == martingale_tail(0.1, 3.0, 1.0) == 1.0
+    assert martingale_tail(1.0, 1e-6, 1.0, 1e-6) == pytest.approx(2 * factor * 1e-6, rel=1e-3)
+    # N - 0.5 with N Poisson of mean 0.5, in steps of 10: N >= 5.
+    tail = 1 - math.exp(-0.5) * (1 + 0.5 + 0.125 + 0.5**3 / 6 + 0.5**4 / 24)
+    assert martingale_tail(45.0, 50.0, 10.0, 50.0) == martingale_tail(-45.0, 50.0, 10.0, 50.0)
+    assert martingale_tail(45.0, 50.0, 10.0, 50.0) == pytest.approx(2 * factor * tail)
+    assert martingale_tail(0.0, 3.0, 1.0, 3.0) == martingale_tail(1.0, 0.0, 1.0, 3.0) == 1.0
+    assert martingale_tail(0.1, 3.0, 1.0, 3.0) == 1.0
+
+
+def test_another_variance_than_awaited_costs_by_how_far_it_is() -> None:
+    """Of 1.1^j times the awaited one: the share falls by (1 + |j|)^(3/2)."""
+    at = martingale_tail(5e4, 1e8, 1.0, 1e8)
+    for j in (1, 5, 20):
+        assert martingale_tail(5e4, 1e8, 1.0, 1e8 / 1.1**j) == pytest.approx(at * (1 + j) ** 1.5, rel=1e-6)
+    # Where more is awaited the larger V may have the better share.
+    near = martingale_tail(5e4, 1e8, 1.0, 1.1**20 * 1e8)
+    assert at < near <= at * 21**1.5
+    assert near <= 2 * BENTKUS / SHARE * normal_tail(5 / 1.1**10)
+
+
+@pytest.mark.parametrize("end", [0.05, 1e-2, 1e-3])
+def test_texts_that_end_when_they_look_bad_are_not_rejected_too_often(end: float) -> None:
+    """Fair coins, thrown until a test of the realised variance alone would reject, or two thousand times."""
+    runs, longest = 2000, 2000
+    dice = torch.Generator().manual_seed(5)
+    coins = torch.randint(0, 2, (runs, longest), generator=dice).double().sub_(0.5)
+    sums = coins.cumsum(1)
+    throws = torch.arange(1, longest + 1, dtype=torch.float64)
+    mean = throws / 4
+    alone = 2 * BENTKUS * torch.special.gammainc(mean + sums.abs(), mean)
+    stops = torch.where(alone <= end, throws.long(), longest).amin(1)
+    values = sums.gather(1, stops[:, None] - 1)[:, 0]
+    told = {pair: martingale_tail(pair[0], pair[1] / 4, 1.0, longest / 4) for pair in
+            set(zip(values.abs().tolist(), stops.tolist(), strict=True))}  # fmt: skip
+    found = torch.tensor([told[pair] for pair in zip(values.abs().tolist(), stops.tolist(), strict=True)])
+    # What the variance alone says is wrong by far.
+    assert int((alone.gather(1, stops[:, None] - 1) <= end).sum()) > 2 * end * runs
+    for level in (0.05, 1e-2, 1e-3):
+        expected = level * runs
+        assert int((found <= level).sum()) <= expected + 4 * math.sqrt(expected), level
 
 
 @pytest.mark.parametrize("chance", [3e-5, 3e-4, 3e-3, 0.03, 0.3])
@@ -56,7 +97,7 @@ def test_p_values_of_peaked_laws_are_not_too_small(chance: float, sizes: tuple[f
     up, down = (torch.poisson(torch.full((runs,), n * chance), generator=dice).double() for _ in range(2))
     values = step * (sizes[0] * (up - n * chance) - sizes[1] * (down - n * chance))
     variance = step**2 * n * chance * (sizes[0] ** 2 + sizes[1] ** 2)
-    found = torch.tensor([martingale_tail(float(value), variance, step) for value in values.unique()])
+    found = torch.tensor([martingale_tail(float(value), variance, step, variance) for value in values.unique()])
     each = found[values.unique(return_inverse=True)[1]]
     for level in (0.05, 1e-2, 1e-3):
         expected = level * runs
@@ -87,10 +128,29 @@ def test_pearson_by_hand() -> None:
 
 def test_two_samples_by_hand() -> None:
     # 2 x 2: n (ad - bc)^2 / (margins) = 200 * (30*50 - 70*50)^2 / (100 * 100 * 80 * 120) = 8.333.
-    assert two_samples({"a": 30, "b": 70}, {"a": 50, "b": 50}) == (pytest.approx(25 / 3), 1)
-    assert two_samples({"a": 300, "b": 700}, {"a": 30, "b": 70}) == (pytest.approx(0.0), 1)
-    assert two_samples({"a": 50, "x": 1}, {"a": 50, "y": 1})[1] == 1
-    assert two_samples({"a": 400}, {"a": 400}) == (0.0, 0)
+    assert two_samples({"a": 30, "b": 70}, {"a": 50, "b": 50}) == (pytest.approx(25 / 3), 1, (0, 0, 0.5))
+    assert two_samples({"a": 300, "b": 700}, {"a": 30, "b": 70})[:2] == (pytest.approx(0.0), 1)
+    assert two_samples({"a": 400}, {"a": 400}) == (0.0, 0, (0, 0, 0.5))
+    # What is rare is no part of the statistic, unless it is much together.
+    assert two_samples({"a": 50, "x": 1}, {"a": 50, "y": 1}) == (0.0, 0, (1, 2, 0.5))
+    assert two_samples({"a": 40, "b": 60, "x": 4}, {"a": 40, "b": 60}) == (pytest.approx(0.0), 1, (4, 4, 104 / 204))
+    rare = {f"x{i}": 4 for i in range(5)}
+    assert two_samples({"a": 80, **rare}, {"a": 80, **rare}) == (0.0, 1, (0, 0, 0.5))
+
+
+def test_rare_cells_of_two_samples_are_one_binomial() -> None:
+    assert binomial_tail(0, 4, 0.5) == binomial_tail(4, 4, 0.5) == pytest.approx(1 / 8)
+    assert binomial_tail(2, 4, 0.5) == binomial_tail(0, 0, 0.5) == 1.0
+    assert binomial_tail(3, 3, 0.1) == pytest.approx(2e-3)
+    assert both_tails_of_two(0.0, 0, [(0, 0, 0.5)] * 3) == (1.0, 0)
+    assert both_tails_of_two(0.0, 0, [(4, 4, 0.5)] * 2 + [(0, 0, 0.9)]) == (pytest.approx(2 / 2**8), 1)
+    # The least of two, times two.
+    assert both_tails_of_two(0.0, 3, [(8, 8, 0.5)]) == (pytest.approx(4 / 2**8), 4)
+    # Many tables of a count or two each: at no level more rejections than it says, which no statistic of theirs does.
+    dice = torch.Generator().manual_seed(3)
+    hits = torch.binomial(torch.full((4000,), 15.0), torch.full((4000,), 0.5), generator=dice)
+    found = torch.tensor([binomial_tail(int(hit), 15, 0.5) for hit in hits])
+    assert int((found <= 0.05).sum()) <= 200 + 4 * math.sqrt(200)
 
 
 def test_kolmogorov_smirnov() -> None:

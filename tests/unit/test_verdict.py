@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
 import pytest
 import torch
 
-from measures import martingale_tail
+from injection import as_table
+from measures import martingale_tail, variation_bound
 from settings import Settings
+from textlaws import VARIANCES
 from verdict import judge
 
 RULES = ("traversal", "typical-lossy")
+CHOSEN = "; ngram draws no child at random: tests of random children were not tried by traversal ngram"
 
 
 def records(bent: dict[str, float] | None = None, n: int = 3000, **changes: Any) -> list[dict[str, Any]]:
@@ -26,7 +30,7 @@ def records(bent: dict[str, float] | None = None, n: int = 3000, **changes: Any)
             out.append({
                 "key": f"{prompt} text {rule}", "kind": "text", "arm": f"{rule} ngram", "prompt": prompt, "n": n // 3,
                 "used": n // 3, "edge": 0, "impossible": 0, "place_p": places, "score_p": [3.0, 100.0], "seconds": 1.0,
-                "stats": {"row_rounds": 10, "accepted": 5, "expected": 5.5, "drafted": 40}, **changes,
+                "stats": {"row_rounds": 10, "accepted": 5, "expected": 5.5, "drafted": 40, "trees": 9}, **changes,
             })  # fmt: skip
     return out
 
@@ -49,7 +53,9 @@ def test_right_rules_pass_and_wrong_ones_are_caught() -> None:
     )
     assert 0.02 < good["finds"] < 0.1 and good["bound"] > 0.03
     scores = [row for row in found.rows if row["test"] == "score_p"]
-    assert [row["p"] for row in scores] == [martingale_tail(9.0, 300.0, 16.0)] * 2
+    assert [row["p"] for row in scores] == [martingale_tail(9.0, 300.0, 16.0, VARIANCES["p"] * 3 * 64)] * 2
+    assert {row["test"] for row in found.rows if row["finds"] is not None} == {"bins_p"}
+    assert all("freedom" not in row for row in found.rows)
 
 
 def test_a_claim_that_fails_outweighs_all_else() -> None:
@@ -193,10 +199,63 @@ def test_too_few_tokens_and_trees_without_nodes_are_no_pass() -> None:
     few = judge(told, records(n=48)[:3])
     assert few.code == 3 and few.line == (
         "NOT TESTED (family 0.001): too few tokens to find a total variation of 0.5 at 99 %: "
-        "traversal ngram (48 tokens)"
+        "traversal ngram (48 tokens)" + CHOSEN
     )
-    bare = {"row_rounds": 10, "accepted": 0, "expected": 0.0, "drafted": 0}
-    idle = judge(told, records(stats=bare)[:3])
-    assert idle.code == 3 and idle.line == (
-        "NOT TESTED (family 0.001): nothing was drafted, so that no rule was tested: traversal ngram"
+    said = (
+        "NOT TESTED (family 0.001): fewer than 1% of the rounds had a tree, so that no rule was tested: "
+        "traversal ngram ({share})" + CHOSEN
     )
+    for rounds, nodes, trees, code, share in ((10, 0, 0, 3, "0.00%"), (300, 10, 2, 3, "0.67%"), (300, 10, 3, 0, "")):
+        bare = {"row_rounds": rounds, "accepted": 0, "expected": 0.0, "drafted": nodes, "trees": trees}
+        idle = judge(told, records(stats=bare)[:3])
+        assert idle.code == code and (not code or idle.line == said.format(share=share))
+
+
+def test_a_draft_that_draws_nothing_is_said_to_leave_the_random_children_untested() -> None:
+    found = judge(settings(rules=("coupled", "traversal")), [
+        {**one, "arm": f"{rule} ngram", "key": f"{rule} {one['key']}"}
+        for rule in ("coupled", "traversal") for one in records()[:3]
+    ])  # fmt: skip
+    assert found.code == 0 and found.line.endswith(CHOSEN)
+    # What the coupled rule accepts has no chances to sum.
+    assert [arm["expected_a_round"] for arm in found.arms] == [None, 0.55]
+    other = judge(settings(rules=("traversal",), drafts=("drop:1-2",)), [
+        {**one, "arm": "traversal drop:1-2"} for one in records()[:3]
+    ])  # fmt: skip
+    assert other.code == 0 and "random" not in other.line
+
+
+def test_a_bug_that_never_ran_is_not_caught() -> None:
+    told = settings(inject="M03")
+    found = judge(told, [{**joint("stock", {"1": 500, "2": 300, "*": 200}), "key": "0"}])
+    assert found.code == 3 and found.line.startswith("NOT CAUGHT (family 0.001): injected bug M03")
+    assert found.line.endswith("; not told from it: M03 rrsw ngram (never run)")
+    row = {"bug": "M03", "arm": "rrsw ngram", "tokens": 10, "p": 1e-9, "test": "ks_p", "caught": True}
+    assert as_table([row], ["M03"])[0].endswith("\n1 of 1 injected bugs caught") and as_table([row], ["M03"])[1] == 0
+    line, code = as_table([row], ["M03", "M04"])
+    assert code == 3 and line.endswith("\n1 of 2 injected bugs caught; not caught: M04")
+    assert as_table([row, {**row, "caught": False}], ["M03"])[1] == 3 and as_table([], [])[1] == 3
+
+
+def test_doubt_is_shared_among_all_bounds() -> None:
+    """Of two arms, the places of each, and first tokens of three prompts of one of them."""
+    told = [joint("traversal", {"1": 500, "2": 300, "*": 200}, prompt) for prompt in range(3)]
+    found = judge(settings(), [*records(), *told])
+    bounds = {(row["rule"], row["test"]): row["bound"] for row in found.rows if row["bound"] is not None}
+    assert len(bounds) == 3
+    assert bounds["traversal", "joint"] == round(variation_bound([500, 300, 200], [0.5, 0.3, 0.2], 1e-3 / 5), 5)
+    assert bounds["traversal", "bins_p"] > math.sqrt(math.log(5e3) / 6000)
+
+
+def test_rare_tokens_of_many_prompts_are_compared_with_plain_decoding_at_once() -> None:
+    """One of ten thousand in a text and none in the other says nothing; in each of twelve prompts it does."""
+    told = settings(rules=("traversal",))
+
+    def compared(prompts: int, rare: int) -> list[float]:
+        found = judge(told, [
+            {**joint(rule, {"1": 400 - times, "2": times}, prompt), "law": {"1": 0.99, "2": 0.01}}
+            for prompt in range(prompts) for rule, times in (("traversal", rare), ("stock", 0))
+        ])  # fmt: skip
+        return [row["p"] for row in found.rows if row["test"] == "stock"]
+
+    assert compared(1, 1) == [1.0] and compared(12, 1) == [pytest.approx(2 / 2**12)]
