@@ -9,6 +9,7 @@ draft beside them has the target's type.
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -48,6 +49,7 @@ def ship(run: Path, out: Path, target: str = TARGET) -> None:
     """
     weights = best_weights(run)
     head = load_draft(run / "draft")
+    named_type = str(_TYPE).removeprefix("torch.")
     was = str(next(head.parameters()).dtype).removeprefix("torch.")
     head = head.float()
     head.load_state_dict(torch.load(weights, map_location="cpu", weights_only=True))
@@ -56,10 +58,13 @@ def ship(run: Path, out: Path, target: str = TARGET) -> None:
         raise ValueError(f"{', '.join(broken)}: beyond the range of {_TYPE}")
     shutil.rmtree(out, ignore_errors=True)
     save_draft(head, out, target=target)
+    # It is written with the config that it was read with.
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "torch_dtype": named_type}, indent=2) + "\n")
     card = (run / "draft" / "README.md").read_text()
     named = next(line for line in card.splitlines() if line.startswith("base_model: ")).partition(": ")[2]
-    told = f"weights ({str(_TYPE).removeprefix('torch.')})"
-    (out / "README.md").write_text(card.replace(named, target).replace(f"weights ({was})", told))
+    card = card.replace(named, target).replace(f"weights ({was})", f"weights ({named_type})")
+    (out / "README.md").write_text(card)
     for plot in (run / "draft").glob("*.svg"):
         shutil.copy(plot, out)
 

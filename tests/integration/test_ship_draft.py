@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ def test_best_weights_are_written_in_half_precision_with_their_card(tmp_path: Pa
     # bfloat16, in which the run wrote them, has lost some of that.
     coarse = load_draft(tmp_path / "run" / "draft")
     assert any(not torch.equal(weight, own[name].float()) for name, weight in coarse.float().named_parameters())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "float16"
     card = (tmp_path / "out" / "README.md").read_text()
     assert "base_model: org/tiny" in card and "(float16)" in card and "/somewhere" not in card
     assert "accepted-length.svg" in card and (tmp_path / "out" / "accepted-length.svg").stat().st_size > 500

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_treespec import _compat
 from hf_treespec.draft.heads.base import DraftHead
-from hf_treespec.draft.heads.layout import Layout, dtype_name, names_of, taken
+from hf_treespec.draft.heads.layout import Layout, names_of, taken
 from hf_treespec.draft.heads.layouts_dflash import DFLASH, DFLASH_HF
 from hf_treespec.draft.heads.layouts_eagle import EAGLE, EAGLE3
 from hf_treespec.draft.heads.layouts_small import MEDUSA, MEDUSA_VLLM, MLP, MLP_REDUCED
@@ -59,8 +59,7 @@ def load_draft(path: str | Path) -> DraftHead:
 def save_draft(head: DraftHead, path: str | Path, *, layout: str | None = None, target: str = "") -> Path:
     """Write a draft head.
 
-    In the layout that it was read from it is written as it was, tensor for tensor and with its whole config, but for the
-    name of its type if it was cast. vLLM
+    In the layout that it was read from it is written as it was, tensor for tensor and with its whole config. vLLM
     serves `medusa-vllm`, `mlp_speculator`, `eagle`, `eagle3`, `dflash` and `speculators`; SGLang `eagle`, `eagle3` and
     `dflash`.
 
@@ -90,8 +89,6 @@ def save_draft(head: DraftHead, path: str | Path, *, layout: str | None = None, 
     chosen = LAYOUTS[name]
     same = source is not None and source.layout == name
     config = dict(source.config) if source is not None and same else chosen.config(head, target)
-    # A head may have been cast since it was read.
-    config |= {key: dtype_name(head) for key in ("torch_dtype", "dtype") if key in config}
     own = head.state_dict()
     tensors: dict[str, Tensor] = {name: own[mine] for mine, name in names_of(head, chosen.rename).items()}
     tensors |= source.unused if source is not None and same else chosen.extra(head)
