@@ -16,7 +16,7 @@ CODE := hf_treespec kernels tests evals configs
 export HF_HUB_OFFLINE := 1
 
 help:
-	@echo "make demo        one prompt, plain and with tree speculation, on a real model"
+	@echo "make demo        three prompts, plainly and with tree speculation, on a real model"
 	@echo "make test        lint, types, contracts and the fast tests (transformers 5.24)"
 	@echo "make test-compat the fast tests on both ends of the supported range, transformers 5.17 and 5.24"
 	@echo "make fast | lint | format | types | contracts    one part of make test"

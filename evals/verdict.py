@@ -95,7 +95,8 @@ def judge(settings: Settings, records: Iterable[Mapping[str, Any]]) -> Verdict:
             row["rejected"] = fallen
         for row in family:
             freedom, level = row.pop("freedom"), settings.family / len(family)
-            row["finds"] = round(smallest_variation(row["n"], freedom, level), 5) if freedom and row["n"] else None
+            known = freedom is not None and row["n"]
+            row["finds"] = round(smallest_variation(row["n"], freedom, level), 5) if known else None
     summary = [_summary(arm, [row for row in rows if row["arm"] == arm.name], texts[arm.name]) for arm in arms]
     return Verdict(rows, summary, *_line(settings, summary))
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from hf_treespec.control.samples import Sample
 from hf_treespec.tree import rank_acceptance
 
-__all__ = ["Acceptance", "falling", "gains_by_depth"]
+__all__ = ["Acceptance", "falling", "gains_by_depth", "tables"]
 
 _DECAY, _FADE = 0.95, 0.995  # weight of the past, per judged tree, at depths that it tells of, and at others
 _POOLED = 2.0  # samples that the curve of all depths counts for at each depth
@@ -29,20 +29,23 @@ _GUESS = 0.1  # samples that a rank which was never offered counts for when rank
 _FIRST, _RATIO, _HELD = 0.75, 0.2, 3.0
 
 
-def falling(values: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """The non-increasing sequence nearest to `values` by weighted squares: pool adjacent violators.
+def falling(values: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Along the last axis the non-increasing sequence nearest to `values` by squares with positive `weights`.
 
-    (Ayer et al. 1955; Barlow et al. 1972.)
+    By its min-max formula over the means of all runs (Ayer et al. 1955; Barlow et al. 1972, theorem 1.4).
     """
-    blocks: list[tuple[float, float, int]] = []
-    for value, weight in zip(values, weights, strict=True):
-        mean, mass, count = value, weight, 1
-        while blocks and blocks[-1][0] < mean:
-            above, more, length = blocks.pop()
-            mean = (mean * mass + above * more) / (mass + more)
-            mass, count = mass + more, count + length
-        blocks.append((mean, mass, count))
-    return [mean for mean, _, count in blocks for _ in range(count)]
+    length = values.shape[-1]
+    zero = np.zeros((*values.shape[:-1], 1))
+    sums = np.concatenate([zero, np.cumsum(values * weights, -1)], -1)
+    mass = np.concatenate([zero, np.cumsum(weights, -1)], -1)
+    # Mean of the run from a up to b, in the cell [a, b]; runs that end before they begin count for nothing.
+    with np.errstate(divide="ignore", invalid="ignore"):
+        means = (sums[..., None, 1:] - sums[..., :-1, None]) / (mass[..., None, 1:] - mass[..., :-1, None])
+    means = np.where(np.tri(length, k=-1, dtype=bool), -np.inf, means)
+    # The best mean that a run from a to i or beyond has, and of these the least over all a up to i.
+    best = np.maximum.accumulate(means[..., ::-1], -1)[..., ::-1]
+    best = np.where(np.tri(length, k=-1, dtype=bool), np.inf, best)
+    return np.asarray(best.min(-2))
 
 
 class Acceptance:
@@ -112,25 +115,40 @@ class Acceptance:
 
     def pooled(self) -> NDArray[np.float64]:
         """The curve of all depths `[J]`."""
-        start = self._start_J if self._shared is None else self._shared.pooled()
-        held = _HELD if self._shared is None else _POOLED
-        seen, right = self._seen_DJ.sum(0), self._right_DJ.sum(0)
-        return np.asarray(_in_order((right + held * start) / (seen + held), seen))
+        return np.asarray(_curves([self])[0])
 
     def table(self) -> NDArray[np.float64]:
         """P `[D, J]`, non-increasing in the rank, of sum 1 at most at each depth."""
-        hoped = np.full((self.shape[0], 1), _HOPED)
-        hoped[0] = 0.0
-        right = self._right_DJ + _POOLED * self.pooled() + hoped * self._start_J
-        mean = right / (self._seen_DJ + _POOLED + hoped)
-        out = np.array([_in_order(row, mass) for row, mass in zip(mean, self._seen_DJ, strict=True)])
-        # One child is right at most: the first ones have the say.
-        before = np.cumsum(out, 1) - out
-        return np.asarray(np.minimum(out, np.maximum(1.0 - before, 0.0)))
+        return np.asarray(tables([self])[0])
 
 
-def _in_order(values: NDArray[np.float64], seen: NDArray[np.float64]) -> list[float]:
-    return falling(values.tolist(), (seen + _GUESS).tolist())
+def _curves(of: Sequence[Acceptance]) -> NDArray[np.float64]:
+    """Of each the curve of all depths `[B, J]`."""
+    shared = list({id(one._shared): one._shared for one in of if one._shared is not None}.values())
+    known = dict(zip(map(id, shared), _curves(shared), strict=True)) if shared else {}
+    start_BJ = np.stack([one._start_J if one._shared is None else known[id(one._shared)] for one in of])
+    held_B1 = np.array([[_HELD if one._shared is None else _POOLED] for one in of])
+    seen_BJ = np.stack([one._seen_DJ for one in of]).sum(1)
+    right_BJ = np.stack([one._right_DJ for one in of]).sum(1)
+    return _in_order((right_BJ + held_B1 * start_BJ) / (seen_BJ + held_B1), seen_BJ)
+
+
+def tables(of: Sequence[Acceptance]) -> NDArray[np.float64]:
+    """`Acceptance.table` of several of one shape, `[B, D, J]`."""
+    seen_BDJ = np.stack([one._seen_DJ for one in of])
+    right_BDJ = np.stack([one._right_DJ for one in of])
+    start_B1J = np.stack([one._start_J for one in of])[:, None]
+    hoped_D1 = np.full((seen_BDJ.shape[1], 1), _HOPED)
+    hoped_D1[0] = 0.0
+    right_BDJ = right_BDJ + _POOLED * _curves(of)[:, None] + hoped_D1 * start_B1J
+    out = _in_order(right_BDJ / (seen_BDJ + _POOLED + hoped_D1), seen_BDJ)
+    # One child is right at most: the first ones have the say.
+    before = np.cumsum(out, -1) - out
+    return np.asarray(np.minimum(out, np.maximum(1.0 - before, 0.0)))
+
+
+def _in_order(values: NDArray[np.float64], seen: NDArray[np.float64]) -> NDArray[np.float64]:
+    return falling(values, seen + _GUESS)
 
 
 def gains_by_depth(table_DJ: NDArray[np.float64], sizes: Sequence[int]) -> NDArray[np.float64]:
@@ -139,19 +157,25 @@ def gains_by_depth(table_DJ: NDArray[np.float64], sizes: Sequence[int]) -> NDArr
     The best tree of n nodes holds the n most probable ones: see `hf_treespec.tree.best_first_shape`.
 
     Args:
-        table_DJ: P(accepted | parent accepted), non-increasing in the rank.
+        table_DJ: P(accepted | parent accepted), non-increasing in the rank; of several rows at once `[B, D, J]`.
         sizes: S nodes, ascending from 0.
 
     Returns:
-        `[D + 1, S]`.
+        `[D + 1, S]`, or `[B, D + 1, S]`.
     """
     most = sizes[-1]
-    level = np.ones(1)
-    best = np.zeros(0)
-    out = np.zeros((len(table_DJ) + 1, len(sizes)))
-    for depth, ranks in enumerate(table_DJ, start=1):
-        level = np.sort(np.outer(level, ranks).ravel())[::-1][:most]
-        best = np.sort(np.concatenate([best, level]))[::-1][:most]
-        sums = np.concatenate([[0.0], np.cumsum(best)])
-        out[depth] = sums[np.minimum(sizes, len(best))]
+    *rows, depths, _ = table_DJ.shape
+    level = np.ones((*rows, 1))
+    best = np.zeros((*rows, 0))
+    out = np.zeros((*rows, depths + 1, len(sizes)))
+    for depth in range(depths):
+        level = _largest((level[..., None] * table_DJ[..., depth, None, :]).reshape(*rows, -1), most)
+        best = _largest(np.concatenate([best, level], -1), most)
+        sums = np.concatenate([np.zeros((*rows, 1)), np.cumsum(best, -1)], -1)
+        out[..., depth + 1, :] = sums[..., np.minimum(sizes, best.shape[-1])]
     return out
+
+
+def _largest(values: NDArray[np.float64], count: int) -> NDArray[np.float64]:
+    """Along the last axis, falling."""
+    return np.sort(values, -1)[..., ::-1][..., :count]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from math import exp, log
+from math import exp, log, log1p
+
+import numpy as np
 
 from hf_treespec.control.acceptance import falling
 from hf_treespec.control.samples import Sample
@@ -18,6 +19,9 @@ _EDGE = 6.0  # log odds of the outermost steps
 _STEPS = 13
 _DEPTHS = 8  # that have a map of their own; deeper ones share that of all
 _LEAST = 1e-4
+_SURE = -log1p(exp(-_EDGE))  # log confidence at the last step
+_NEVER = _SURE - _EDGE  # and at the first
+_A_STEP = (_STEPS - 1) / (2.0 * _EDGE)
 
 
 def confidences_of(tree: TokenTree) -> list[float]:
@@ -33,7 +37,6 @@ class _Steps:
     def __init__(self) -> None:
         self.seen = [0.0] * _STEPS
         self.right = [0.0] * _STEPS
-        self.changed = False
 
     def add(self, place: float, weight: float, hit: float) -> None:
         """Take in a sample; between two steps it counts for both, by how near they are."""
@@ -42,15 +45,14 @@ class _Steps:
             kept = 1.0 - (1.0 - _DECAY) * share
             self.seen[one] = kept * self.seen[one] + share
             self.right[one] = kept * self.right[one] + share * hit
-        self.changed = True
 
-    def values(self, before: Sequence[float]) -> list[float]:
-        """Averages, non-decreasing, that begin with those of `before`."""
-        mass = [seen + _TRUST for seen in self.seen]
-        mean = [
-            (right + _TRUST * share) / weight for right, share, weight in zip(self.right, before, mass, strict=True)
-        ]
-        return falling(mean[::-1], mass[::-1])[::-1]
+
+def _values(steps: Sequence[_Steps], before: Sequence[float]) -> list[list[float]]:
+    """Of each its averages, non-decreasing, that begin with those of `before`."""
+    mass = np.array([one.seen for one in steps]) + _TRUST
+    mean = (np.array([one.right for one in steps]) + _TRUST * np.array(before)) / mass
+    rising: list[list[float]] = falling(mean[:, ::-1], mass[:, ::-1])[:, ::-1].tolist()
+    return rising
 
 
 class ConfidenceMap:
@@ -63,6 +65,7 @@ class ConfidenceMap:
     def __init__(self) -> None:
         self._told = [1.0 / (1.0 + exp(-_EDGE * (2.0 * step / (_STEPS - 1) - 1.0))) for step in range(_STEPS)]
         self._all, self._own = _Steps(), [_Steps() for _ in range(_DEPTHS)]
+        self._changed = False
         self._values = [self._told for _ in range(_DEPTHS + 1)]
 
     def add(self, samples: Iterable[Sample], confidences: Sequence[float]) -> None:
@@ -75,6 +78,7 @@ class ConfidenceMap:
         if not confidences:
             return
         for sample in samples:
+            self._changed = True
             place = self._place(confidences[sample.node])
             self._all.add(place, sample.weight, sample.hit)
             if sample.depth < _DEPTHS:
@@ -82,11 +86,11 @@ class ConfidenceMap:
 
     def learn(self) -> None:
         """Have all that was added count."""
-        if not self._all.changed:
+        if not self._changed:
             return
-        self._all.changed = False
-        everywhere = self._all.values(self._told)
-        self._values = [*(own.values(everywhere) for own in self._own), everywhere]
+        self._changed = False
+        (everywhere,) = _values([self._all], self._told)
+        self._values = [*_values(self._own, everywhere), everywhere]
 
     def __call__(self, confidence: float, depth: int) -> float:
         """Probability that a child is right where its parent is.
@@ -95,25 +99,30 @@ class ConfidenceMap:
             confidence: log of the draft's confidence in the child.
             depth: of the parent.
         """
-        values, place = self._values[min(depth, _DEPTHS)], self._place(confidence)
-        step = min(int(place), _STEPS - 2)
+        values, place = self._values[depth if depth < _DEPTHS else _DEPTHS], self._place(confidence)
+        step = int(place)
+        if step > _STEPS - 2:
+            step = _STEPS - 2
         return values[step] + (values[step + 1] - values[step]) * (place - step)
 
     def rescored(self, tree: TokenTree) -> TokenTree:
         """The tree with scores by the map; as it is if it has none."""
         if tree.scores is None or not tree.drafted:
             return tree
+        parents, depths = tree.parents, tree.depths
         scores = [0.0]
         for node, confidence in enumerate(confidences_of(tree)[1:], start=1):
-            parent = tree.parents[node]
-            scores.append(scores[parent] + log(max(self(confidence, tree.depths[parent]), _LEAST)))
-        return replace(tree, scores=tuple(scores))
+            chance = self(confidence, depths[node] - 1)
+            scores.append(scores[parents[node]] + log(chance if chance > _LEAST else _LEAST))
+        return tree.with_scores(scores)
 
     def _place(self, confidence: float) -> float:
         """Where on the steps a log confidence lies, between the first and the last."""
-        share = exp(min(confidence, 0.0))
-        odds = log(share / (1.0 - share)) if 0.0 < share < 1.0 else _EDGE if share else -_EDGE
-        return (min(max(odds, -_EDGE), _EDGE) + _EDGE) / (2.0 * _EDGE) * (_STEPS - 1)
+        if confidence >= _SURE:
+            return _STEPS - 1.0
+        if confidence <= _NEVER:
+            return 0.0
+        return (confidence - log1p(-exp(confidence)) + _EDGE) * _A_STEP
 
 
 class PathChances:

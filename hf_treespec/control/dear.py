@@ -9,7 +9,7 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_treespec.control.acceptance import Acceptance, gains_by_depth
+from hf_treespec.control.acceptance import Acceptance, gains_by_depth, tables
 from hf_treespec.control.confidence import PathChances
 from hf_treespec.control.costs import RoundCosts
 from hf_treespec.control.depth import DepthControl
@@ -31,7 +31,7 @@ class DearDraft:
         limits: the configured size.
         sizes: the ladder.
         acceptance: estimates over all rows.
-        tables: those of each group of rows that advances together.
+        own: those of each group of rows that advances together.
         chances: of nodes that are right down from the root.
         control: another controller of the depth; None for this one.
     """
@@ -42,7 +42,7 @@ class DearDraft:
         sizes: Sequence[int],
         *,
         acceptance: Acceptance,
-        tables: Sequence[Acceptance],
+        own: Sequence[Acceptance],
         chances: PathChances,
         control: DepthControl | None,
     ) -> None:
@@ -50,7 +50,7 @@ class DearDraft:
         self.cuttable = False
         self._sizes = sizes
         self._acceptance = acceptance
-        self._tables = tables
+        self._tables = own
         self._chances = chances
         self._control = control
         self._costs = RoundCosts()
@@ -58,11 +58,11 @@ class DearDraft:
         self._spread = 1.0  # what the target reads for a node
         self._table = acceptance.table()
         # Version of the tables, and the gains by them.
-        self._own = [np.zeros((1, 1)) for _ in tables]
+        self._own: NDArray[np.float64] = np.zeros((len(own), 1, 1))
         self._gains: tuple[int, NDArray[np.float64]] = (-1, np.zeros((1, 1)))
         self._most = 0
         # Per table: what its rows gain by the plan, and for how many rounds nothing was drafted for them.
-        self._left_out = [0] * len(tables)
+        self._left_out = [0] * len(own)
 
     def limits(self, whole: TreeLimits) -> TreeLimits:
         """What may be proposed this round, of what the controller of the depth allows."""
@@ -105,8 +105,8 @@ class DearDraft:
             return
         version = sum(table.version for table in self._tables)
         if version != self._gains[0]:
-            self._own = [gains_by_depth(table.table(), self._sizes) for table in self._tables]
-            self._gains = version, sum(self._own[1:], self._own[0]) / len(self._own)
+            self._own = gains_by_depth(tables(self._tables), self._sizes)
+            self._gains = version, self._own.mean(0)
             self._table = self._acceptance.table()
         reached = max(table.reached for table in self._tables)
         if self.plan.choose(self._gains[1], costs, reached=reached, width=self._width, spread=self._spread):
@@ -131,7 +131,7 @@ class DearDraft:
                 # Whatever it was before, it is judged by what comes now.
                 table.fade(FORGET)
                 self._left_out[group] = 0
-            elif left or float(self._own[group][plan.depth, place]) < _LEFT_OUT:
+            elif left or float(self._own[group, plan.depth, place]) < _LEFT_OUT:
                 self._left_out[group] = left + 1
 
     def scored(self, nodes: int, units: int) -> None:

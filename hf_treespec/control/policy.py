@@ -17,7 +17,7 @@ from hf_treespec.control.costs import Costs, size_ladder
 from hf_treespec.control.dear import DearDraft
 from hf_treespec.control.depth import Reached, divergence, make_depth_control
 from hf_treespec.control.estimates import GainCurve
-from hf_treespec.control.proposals import Proposal, ProposalLog, predicted_tokens
+from hf_treespec.control.proposals import BestParts, Proposal, ProposalLog
 from hf_treespec.control.samples import Sample, by_chance
 from hf_treespec.tree import NODES, Measure, TokenTree, TreeLimits
 
@@ -95,14 +95,14 @@ class SizePolicy:
         self.confidence = ConfidenceMap()
         chances = PathChances(self.confidence)
         self._control = make_depth_control(depth_control, depth, depth_options or {}, chances)
-        self._logs = [ProposalLog(self._sizes, self.gains, measure, partial(self._tell, table)) for table in own]
+        self._logs = [ProposalLog(self._sizes, self.gains, partial(self._tell, table)) for table in own]
         self._dear: DearDraft | None = None
         if self._active and not cheap:
             self._dear = DearDraft(
                 limits,
                 self._sizes,
                 acceptance=self.acceptance,
-                tables=own,
+                own=own,
                 chances=chances,
                 control=self._control,
             )
@@ -161,30 +161,32 @@ class SizePolicy:
         self._drafting, self._before = drafting, dict(lengths)
         self._depths = {row: trees[row].max_depth for row in lengths}
         self._levels = max(self._depths.values(), default=0) if levels is None else levels
+        limit = self.limits().max_nodes
         if self._dear is not None and self._levels:
             largest = max(trees[row].drafted for row in lengths)
-            self._dear.proposed(largest, self._levels, self.limits().max_nodes)
+            self._dear.proposed(largest, self._levels, limit)
         self.costs = self._all_costs.at(max(lengths.values(), default=0))
         states = self._confident and (self._learns or self.wants_shares)
         told = self._stated = [confidences_of(tree) if states else [] for tree in trees]
-        if self._active:
-            trees = self._by_acceptance(trees)
-        if not self._active:
-            size, limit = self._sizes[-1], self._sizes[-1]
-        else:
-            size, limit = self._cut_size(trees, lengths, drafting), self.limits().max_nodes
-            self.plain = size == 0
         if not self._learns:
             return list(trees)
+        if self._active:
+            trees = self._by_acceptance(trees)
+        parts = [BestParts(tree, self._sizes, self._measure) for tree in trees]
+        if self._active:
+            size = self._cut_size(parts, lengths, drafting)
+            self.plain = size == 0
+        else:
+            size, limit = self._sizes[-1], self._sizes[-1]
         for group, log in zip(self._groups, self._logs, strict=True):
-            proposals = {row: Proposal(lengths[row], trees[row], told[row]) for row in group if row in lengths}
+            proposals = {row: Proposal(lengths[row], parts[row], told[row]) for row in group if row in lengths}
             if proposals:
                 log.add(emitted[next(iter(proposals))], limit, proposals, scored=size > 0)
         out = list(trees)
         for row, tree in enumerate(trees if self._active else ()):
             # What was drawn at random is never dropped.
             if not tree.sampled:
-                (nodes,) = self._measure.kept(tree, [size])
+                nodes = parts[row].of(size)
                 out[row] = tree.part(nodes)
                 self.kept[row] = [0, *sorted(nodes)]
         return out
@@ -265,33 +267,30 @@ class SizePolicy:
         """
         if not self._active or self.costs.due:
             return None
-        means = self._means(self._by_acceptance(trees), rows)
+        parts = [BestParts(tree, self._sizes, self._measure) for tree in self._by_acceptance(trees)]
+        means = self._means(parts, rows)
         place = self._best(means)
         return 1.0 + means[place], self.costs.target.seconds(self._sizes)[place]
 
-    def _cut_size(self, trees: Sequence[TokenTree], rows: Collection[int], drafting: float) -> int:
+    def _cut_size(self, parts: Sequence[BestParts], rows: Collection[int], drafting: float) -> int:
         if self._cheap and self.costs.due:
             return self._sizes[0] if self.costs.due % 2 else self._sizes[-1]
         if self._dear is not None and not self._dear.plan.depth:
             return 0
-        if self._dear is not None and any(trees[row].scores is None or trees[row].sampled for row in rows):
+        trees = [parts[row].tree for row in rows]
+        if self._dear is not None and any(tree.scores is None or tree.sampled for tree in trees):
             return self._dear.plan.nodes
-        means = self._means(trees, rows)
+        means = self._means(parts, rows)
         return self._sizes[self._hoped(means, drafting)]
 
     def _by_acceptance(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         """The trees with scores by how often such confidence was right."""
         return [self.confidence.rescored(tree) for tree in trees] if self._confident else list(trees)
 
-    def _means(self, trees: Sequence[TokenTree], rows: Collection[int]) -> list[float]:
+    def _means(self, parts: Sequence[BestParts], rows: Collection[int]) -> list[float]:
         """Accepted tokens to expect of each size, on average over the groups of rows."""
         predicted = [
-            [
-                min(row)
-                for row in zip(
-                    *(predicted_tokens(trees[row], self._sizes, self._measure) for row in group), strict=True
-                )
-            ]
+            [min(row) for row in zip(*(parts[row].predicted for row in group), strict=True)]
             for group in ([row for row in group if row in rows] for group in self._groups)
             if group
         ]

@@ -10,38 +10,61 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import exp
 
 from hf_treespec.control.estimates import GainCurve
 from hf_treespec.control.samples import Sample, by_text
 from hf_treespec.tree import NODES, Measure, TokenTree
 
-__all__ = ["Proposal", "ProposalLog", "predicted_tokens"]
+__all__ = ["BestParts", "Proposal", "ProposalLog"]
 
 
-def predicted_tokens(tree: TokenTree, sizes: Sequence[int], measure: Measure = NODES) -> list[float]:
-    """Accepted tokens that the draft expects of the best part of its tree, per size; 0 for trees without scores."""
-    scores = tree.scores
-    if scores is None:
-        return [0.0] * len(sizes)
-    return [sum(exp(scores[node]) for node in kept) for kept in measure.kept(tree, sizes)]
+class BestParts:
+    """Of a tree the best part of each size of a ladder, found when it is first asked for, and once.
+
+    Args:
+        tree: with the scores that say what is best.
+        sizes: the ladder.
+        measure: how sizes are counted.
+    """
+
+    def __init__(self, tree: TokenTree, sizes: Sequence[int], measure: Measure = NODES) -> None:
+        self.tree = tree
+        self._sizes = sizes
+        self._measure = measure
+
+    @cached_property
+    def nodes(self) -> list[list[int]]:
+        """Per size the drafted nodes of the part."""
+        return self._measure.kept(self.tree, self._sizes)
+
+    @cached_property
+    def predicted(self) -> list[float]:
+        """Per size the accepted tokens that the scores promise; 0 for trees without scores."""
+        if self.tree.scores is None:
+            return [0.0] * len(self._sizes)
+        worth = [exp(score) for score in self.tree.scores]
+        return [sum(map(worth.__getitem__, nodes)) for nodes in self.nodes]
+
+    def of(self, size: int) -> list[int]:
+        """The drafted nodes of the part of a size of the ladder."""
+        return self.nodes[self._sizes.index(size)]
 
 
-def _accepted_tokens(
-    tree: TokenTree, ahead: Sequence[int], sizes: Sequence[int], measure: Measure
-) -> list[int] | None:
+def _accepted_tokens(parts: BestParts, ahead: Sequence[int]) -> list[int] | None:
     """Accepted tokens per size, given the tokens behind the root; None while more of them are needed."""
-    node, path = 0, []
+    tree, node, path = parts.tree, 0, set()
     for token in ahead:
         child = tree.child(node, token)
         if child is None:
             break
         node = child
-        path.append(node)
+        path.add(node)
     else:
         if tree.children(node):
             return None
-    return [len(set(path).intersection(kept)) for kept in measure.kept(tree, sizes)]
+    return [len(path.intersection(nodes)) for nodes in parts.nodes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +73,12 @@ class Proposal:
 
     Args:
         length: of the row's text, root included, when it was made.
-        tree: with scores by which it is cut.
+        parts: of its tree, with scores by which it is cut, for the ladder of the log.
         confidences: of the draft in its nodes, as it states them; empty if it states none.
     """
 
     length: int
-    tree: TokenTree
+    parts: BestParts
     confidences: Sequence[float] = ()
 
 
@@ -77,7 +100,6 @@ class ProposalLog:
     Args:
         sizes: the ladder.
         gains: learns of every judged tree.
-        measure: how sizes are counted.
         tell: likewise; called with the samples of each tree and its confidences.
     """
 
@@ -85,12 +107,10 @@ class ProposalLog:
         self,
         sizes: Sequence[int],
         gains: GainCurve,
-        measure: Measure = NODES,
         tell: Callable[[Sequence[Sample], Sequence[float]], None] | None = None,
     ) -> None:
         self._tell = tell
         self._sizes = sizes
-        self._measure = measure
         self._gains = gains
         self._pending: deque[_Pending] = deque()
         self._next_round = [0] * len(sizes)
@@ -120,15 +140,15 @@ class ProposalLog:
         while self._pending:
             first = self._pending[0]
             going = [(texts[row][one.length :], one) for row, one in first.proposals.items() if row in texts]
-            accepted = [_accepted_tokens(one.tree, ahead, self._sizes, self._measure) for ahead, one in going]
+            accepted = [_accepted_tokens(one.parts, ahead) for ahead, one in going]
             if None in accepted:
                 return
             self._pending.popleft()
             if self._tell is not None and not first.by_coins:
                 for ahead, one in going:
-                    self._tell(list(by_text(one.tree, ahead)), one.confidences)
+                    self._tell(list(by_text(one.parts.tree, ahead)), one.confidences)
             if going:
-                predicted = [predicted_tokens(one.tree, self._sizes, self._measure) for _, one in going]
+                predicted = [one.parts.predicted for _, one in going]
                 self._learn(first, [row for row in accepted if row is not None], predicted)
 
     def _learn(

@@ -97,7 +97,7 @@ def _usage(kind: str, target: str) -> list[str]:
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         f"from hf_treespec import TreeConfig, enable{', load_draft' if head else ''}",
         "",
-        f"target = {target!r}",
+        f'target = "{target}"',
         "tokenizer = AutoTokenizer.from_pretrained(target)",
         "model = enable(AutoModelForCausalLM.from_pretrained(target))",
         f'draft = {"load_draft" if head else "AutoModelForCausalLM.from_pretrained"}("this folder").to(model.device)',

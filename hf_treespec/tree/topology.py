@@ -158,6 +158,19 @@ class TokenTree:
             None if self.scores is None else tuple(self.scores[node] for node in kept),
         )
 
+    def with_scores(self, scores: Sequence[float]) -> TokenTree:
+        """The same tree with other scores.
+
+        Args:
+            scores: see the class.
+        """
+        # Tokens and parents were checked when this tree was made.
+        out = object.__new__(TokenTree)
+        for name in ("tokens", "parents", "sampled", "depths", "_children", "_siblings"):
+            object.__setattr__(out, name, getattr(self, name))
+        object.__setattr__(out, "scores", tuple(scores))
+        return out
+
     def path_tokens(self, node: int) -> list[int]:
         """Tokens from the root to `node`, both included."""
         out = []
@@ -169,7 +182,9 @@ class TokenTree:
 
 def _by_score(scores: Sequence[float], depths: Sequence[int]) -> list[int]:
     """Nodes but the root by falling score; ties go to the shallower, then the earlier: ancestors always come first."""
-    return sorted(range(1, len(scores)), key=lambda n: (-scores[n], depths[n], n))
+    # Sorting keeps the order of equals, so that the index need not be part of the key.
+    keys = [(-score, depth) for score, depth in zip(scores, depths, strict=True)]
+    return sorted(range(1, len(keys)), key=keys.__getitem__)
 
 
 class TreeBuilder:

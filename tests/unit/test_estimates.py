@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import log
 
 import pytest
 
 from hf_treespec.control.estimates import GainCurve
-from hf_treespec.control.proposals import Proposal, ProposalLog, predicted_tokens
+from hf_treespec.control.proposals import BestParts, Proposal, ProposalLog
 from hf_treespec.tree import TokenTree
 
 SIZES = (0, 1, 2, 4, 8)
@@ -34,8 +35,14 @@ def tree() -> TokenTree:
 
 
 def test_predictions_sum_the_probabilities_of_the_best_nodes() -> None:
-    assert predicted_tokens(tree(), SIZES) == pytest.approx([0.0, 0.5, 0.9, 1.4, 1.4])
-    assert predicted_tokens(TokenTree.chain([1, 2]), SIZES) == [0.0] * 5
+    parts = BestParts(tree(), SIZES)
+    assert parts.predicted == pytest.approx([0.0, 0.5, 0.9, 1.4, 1.4])
+    assert parts.of(2) == [1, 2] and parts.of(4) == [1, 2, 3, 4]
+    assert BestParts(TokenTree.chain([1, 2]), SIZES).predicted == [0.0] * 5
+
+
+def proposal(length: int, tree: TokenTree, sizes: Sequence[int] = SIZES) -> Proposal:
+    return Proposal(length, BestParts(tree, sizes))
 
 
 class Seen(GainCurve):
@@ -53,7 +60,7 @@ class Seen(GainCurve):
 def test_a_tree_is_judged_once_the_text_tells() -> None:
     seen = Seen()
     log_ = ProposalLog(SIZES, seen)
-    log_.add(0, 8, {0: Proposal(1, tree())})
+    log_.add(0, 8, {0: proposal(1, tree())})
     log_.judge({0: [9]})
     log_.judge({0: [9, 1]})
     log_.judge({0: [9, 1, 3]})
@@ -68,7 +75,7 @@ def test_a_tree_is_judged_once_the_text_tells() -> None:
 def test_a_leaf_ends_the_wait_and_sizes_beyond_the_limit_learn_nothing() -> None:
     seen = Seen()
     log_ = ProposalLog(SIZES, seen)
-    log_.add(0, 4, {0: Proposal(1, tree())})
+    log_.add(0, 4, {0: proposal(1, tree())})
     log_.judge({0: [9, 2]})
     assert seen.samples == [(0, 0), (1, 0), (2, 1), (4, 1)]
 
@@ -79,7 +86,7 @@ def test_an_imagined_round_begins_where_the_last_one_ended() -> None:
     text = [0, 1, 2, 3, 4, 5, 6, 7]
     # Plain rounds, each with a chain of two right tokens: a decoder with such trees takes every third.
     for emitted in range(5):
-        log_.add(emitted, 8, {0: Proposal(emitted + 1, TokenTree.chain(text[emitted : emitted + 3]))})
+        log_.add(emitted, 8, {0: proposal(emitted + 1, TokenTree.chain(text[emitted : emitted + 3]), (0, 8))})
     log_.judge({0: text})
     assert seen.samples.count((8, 2)) == 0 and [s for s in seen.samples if s[1]] == [(1, 2), (1, 2)]
 
@@ -87,15 +94,15 @@ def test_an_imagined_round_begins_where_the_last_one_ended() -> None:
 def test_of_rows_in_step_the_shortest_counts_and_ended_rows_do_not() -> None:
     seen = Seen()
     log_ = ProposalLog(SIZES, seen)
-    log_.add(0, 1, {0: Proposal(1, TokenTree.chain([5, 6])), 1: Proposal(2, TokenTree.chain([5, 6]))})
+    log_.add(0, 1, {0: proposal(1, TokenTree.chain([5, 6])), 1: proposal(2, TokenTree.chain([5, 6]))})
     log_.judge({0: [5, 6], 1: [0, 5]})
     assert not seen.samples
     log_.judge({0: [5, 6], 1: [0, 5, 7]})
     assert seen.samples == [(0, 0), (1, 0)]
-    log_.add(1, 1, {0: Proposal(2, TokenTree.chain([6, 7])), 1: Proposal(3, TokenTree.chain([7, 8]))})
+    log_.add(1, 1, {0: proposal(2, TokenTree.chain([6, 7])), 1: proposal(3, TokenTree.chain([7, 8]))})
     log_.judge({0: [5, 6, 7]})
     assert seen.samples[2:] == [(0, 0), (1, 1)]
-    log_.add(3, 1, {0: Proposal(3, TokenTree.chain([7, 8]))})
+    log_.add(3, 1, {0: proposal(3, TokenTree.chain([7, 8]))})
     log_.judge({})
     assert len(seen.samples) == 4
 
@@ -105,6 +112,8 @@ def test_trees_that_were_scored_all_count() -> None:
     log_ = ProposalLog((0, 8), seen)
     text = [0, 1, 2, 3, 4]
     for emitted in range(3):
-        log_.add(emitted, 8, {0: Proposal(emitted + 1, TokenTree.chain(text[emitted : emitted + 3]))}, scored=True)
+        log_.add(
+            emitted, 8, {0: proposal(emitted + 1, TokenTree.chain(text[emitted : emitted + 3]), (0, 8))}, scored=True
+        )
     log_.judge({0: text})
     assert [sample for sample in seen.samples if sample[0]] == [(1, 2)] * 3

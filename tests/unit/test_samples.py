@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_treespec.control.acceptance import Acceptance, falling, gains_by_depth
+from hf_treespec.control.acceptance import Acceptance, falling, gains_by_depth, tables
 from hf_treespec.control.confidence import ConfidenceMap, confidences_of
 from hf_treespec.control.samples import Sample, by_chance, by_text
 from hf_treespec.tree import TokenTree, TreeLimits, best_first_shape
@@ -48,20 +48,22 @@ def test_coins_tell_of_every_node_what_they_make_likely(seed: int, nodes: int, j
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0.01, 5)), min_size=1, max_size=7))
-def test_pooling_violators_gives_the_nearest_falling_sequence(pairs: list[tuple[float, float]]) -> None:
-    values, weights = [one for one, _ in pairs], [one for _, one in pairs]
-    out = falling(values, weights)
-    assert all(below <= above + 1e-12 for above, below in zip(out, out[1:], strict=False))
-    # Min-max formula (Barlow et al. 1972).
-    n = len(values)
-
-    def mean(low: int, high: int) -> float:
-        mass = weights[low : high + 1]
-        return sum(v * w for v, w in zip(values[low : high + 1], mass, strict=True)) / sum(mass)
-
-    for place in range(n):
-        best = min(max(mean(low, high) for high in range(place, n)) for low in range(place + 1))
-        assert out[place] == pytest.approx(best, abs=1e-9)
+def test_the_nearest_falling_sequence_is_that_of_pooled_violators(pairs: list[tuple[float, float]]) -> None:
+    # Pool adjacent violators (Ayer et al. 1955).
+    blocks: list[tuple[float, float, int]] = []
+    for value, weight in pairs:
+        mean, mass, count = value, weight, 1
+        while blocks and blocks[-1][0] < mean:
+            above, more, length = blocks.pop()
+            mean = (mean * mass + above * more) / (mass + more)
+            mass, count = mass + more, count + length
+        blocks.append((mean, mass, count))
+    values, weights = np.array(pairs).T
+    other = np.full(len(pairs), 0.5)
+    # Row by row of several.
+    out, still = falling(np.stack([values, other]), np.stack([weights, weights]))
+    assert out == pytest.approx([mean for mean, _, count in blocks for _ in range(count)], abs=1e-9)
+    assert still == pytest.approx(other)
 
 
 def simulated(table: Acceptance, law: list[list[float]], rounds: int, seed: int = 0) -> None:
@@ -112,6 +114,8 @@ def test_rows_share_a_curve_and_keep_their_own() -> None:
     simulated(one, [[1.0, 0.0], [1.0, 0.0]], 30)
     simulated(other, [[0.0, 0.0], [0.0, 0.0]], 30)
     assert one.table()[0, 0] > 0.9 and other.table()[0, 0] < 0.1 and 0.3 < fresh.table()[0, 0] < 0.8
+    for told, own in zip(tables([one, other, fresh, shared]), (one, other, fresh, shared), strict=True):
+        assert told == pytest.approx(own.table())
     # The next call begins half way between hope and what this one found.
     later = Acceptance(2, 2, earlier=other)
     assert other.pooled()[0] < later.pooled()[0] < Acceptance(2, 2).pooled()[0]
@@ -124,6 +128,7 @@ def test_gains_are_those_of_the_best_static_tree(seed: int, depth: int, ranks: i
     table = np.array([sorted((rng.random() / ranks for _ in range(ranks)), reverse=True) for _ in range(depth)])
     sizes = list(range(12))
     gains = gains_by_depth(table, sizes)
+    assert gains_by_depth(np.stack([0.5 * table, table]), sizes)[1] == pytest.approx(gains)
     assert gains.shape == (depth + 1, 12) and not gains[0].any() and not gains[:, 0].any()
     for deep in range(1, depth + 1):
         for size in sizes:

@@ -180,3 +180,12 @@ def test_a_frozen_tree_has_the_scores_of_its_builder() -> None:
     tree, _ = builder.freeze([1, 3])
     assert tree.tokens == (9, 1, 3) and tree.scores == pytest.approx((0.0, -0.3, -0.7))
     assert builder.freeze(builder.best(2))[0] == builder.freeze()[0].best(2)
+
+
+def test_other_scores_make_another_order_of_the_same_tree() -> None:
+    tree = TokenTree((9, 1, 2, 3), (-1, 0, 0, 1), (0.0, -0.1, -0.5, -0.2))
+    told = tree.with_scores([0.0, -0.7, -0.3, -0.7])
+    assert told == tree and told.scores == (0.0, -0.7, -0.3, -0.7) and tree.scores == (0.0, -0.1, -0.5, -0.2)
+    # Of equals the shallower comes first.
+    assert tree.by_rank() == [1, 3, 2] and told.by_rank() == [2, 1, 3]
+    assert told.best(2) == TokenTree((9, 1, 2), (-1, 0, 0)) and told.child(1, 3) == 3
