@@ -172,16 +172,18 @@ def test_draw_and_the_expected_length(joint: bool) -> None:
         for node in range(len(TREE)):
             law[row, node, 7 * row + node] = 1.0
     total = torch.zeros(3)
-    rounds = 4000
+    rounds, copies = 40, 100
+    whole = Plan(accept.repeat(copies, 1), law.repeat(copies, 1, 1), joint)
     for _ in range(rounds):
-        coins = torch.rand(3, len(TREE), generator=generator, dtype=torch.float64)
-        noise = -(-torch.rand(3, 50, generator=generator, dtype=torch.float64).log()).log()
-        for row, (node, token, chances) in enumerate(draw(Plan(accept, law, joint), trees, coins, noise)):
+        coins = torch.rand(3 * copies, len(TREE), generator=generator, dtype=torch.float64)
+        noise = -(-torch.rand(3 * copies, 50, generator=generator, dtype=torch.float64).log()).log()
+        for place, (node, token, chances) in enumerate(draw(whole, trees * copies, coins, noise)):
+            row = place % 3
             assert token == 7 * row + node
             assert chances == accept[row].tolist()
             total[row] += trees[row].depths[node]
     expected = [
         expected_accepted([row], [tree], joint=joint) for row, tree in zip(accept.tolist(), trees, strict=True)
     ]
-    assert (total / rounds).tolist() == pytest.approx(expected, abs=0.06)
+    assert (total / (rounds * copies)).tolist() == pytest.approx(expected, abs=0.06)
     assert expected[2] == 0 and expected[0] > 0.3
