@@ -33,6 +33,7 @@ from hf_treespec._compat.attention import (
     custom_attention,
     mask_function_of,
     mask_window,
+    register_attention_function,
     register_mask_function,
     switch_attention,
 )
@@ -292,6 +293,7 @@ __all__ = [
     "read_shared",
     "read_tensors",
     "reads_shared_states",
+    "register_attention_function",
     "register_mask_function",
     "replace_cache",
     "rereads_all",

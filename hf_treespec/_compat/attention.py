@@ -21,6 +21,7 @@ __all__ = [
     "custom_attention",
     "mask_function_of",
     "mask_window",
+    "register_attention_function",
     "register_mask_function",
     "switch_attention",
 ]
@@ -32,6 +33,11 @@ MASK_IMPLEMENTATIONS = ("sdpa", "eager")
 def mask_function_of(name: str) -> Callable[..., Any]:
     """The mask builder registered under an attention name."""
     return AttentionMaskInterface()[name]  # type: ignore[no-any-return]
+
+
+def register_attention_function(name: str, function: Callable[..., Any]) -> None:
+    """Replace the function of an attention name for the whole process."""
+    AttentionInterface.register(name, function)
 
 
 def register_mask_function(name: str, function: Callable[..., Any]) -> None:

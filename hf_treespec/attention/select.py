@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from hf_treespec import _compat
+from hf_treespec.attention.grouped import shared_heads_as_they_are
 from hf_treespec.attention.kernel import KERNEL, kernel_attention
 from hf_treespec.errors import UnsupportedCallError
 
@@ -44,11 +45,12 @@ def attention_for_trees(model: PreTrainedModel, wanted: str) -> Iterator[None]:
     """
     check_attention(model, wanted)
     own = _compat.attention_implementation(model)
-    if wanted == KERNEL:
-        with kernel_attention(model):
-            yield
-        return
-    with _compat.switch_attention(model, own if wanted == "auto" else wanted):
+    attention = (
+        kernel_attention(model)
+        if wanted == KERNEL
+        else _compat.switch_attention(model, own if wanted == "auto" else wanted)
+    )
+    with shared_heads_as_they_are(), attention:
         yield
 
 

@@ -1,0 +1,80 @@
+"""Trees under sdpa on a CPU, without a copy of the keys and values for each query head that shares them.
+
+Where there is a mask and more than one query, transformers repeats shared keys and values before it calls sdpa: each
+layer copies the whole cache in every round, several times over. Torch's kernel for CPUs reads them as they are, and
+gives the same bits. Kernels for GPUs do so without a mask only, and are left alone.
+
+Shapes: B rows, H query heads, G key heads, Q queries, K keys, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_treespec import _compat
+from hf_treespec.attention.masks import active_tree
+from hf_treespec.attention.shared import held
+
+__all__ = ["shared_heads_as_they_are"]
+
+# What sdpa's function in transformers treats in a way of its own.
+_SPECIAL = ("position_bias", "softcap", "output_attentions")
+
+
+@contextmanager
+def shared_heads_as_they_are() -> Iterator[None]:
+    """Have tree forwards of any model that runs sdpa read shared keys and values in place, if they lie on a CPU."""
+    with held(("attention", "shared heads"), _wrap):
+        yield
+
+
+def _wrap() -> Callable[[], None]:
+    own = _compat.attention_function_of("sdpa", None)
+    assert own is not None
+    mine = partial(_attend, own)
+    _compat.register_attention_function("sdpa", mine)
+
+    def undo() -> None:
+        # Somebody else may have registered over it meanwhile: theirs stays.
+        if _compat.attention_function_of("sdpa", None) is mine:
+            _compat.register_attention_function("sdpa", own)
+
+    return undo
+
+
+def _attend(
+    own: Callable[..., Any],
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """An attention function of transformers: `[B, Q, H, D]`, and no weights."""
+    if (
+        torch.compiler.is_compiling()
+        or active_tree() is None
+        or attention_mask is None
+        or query.device.type != "cpu"
+        or query.shape[1] == key.shape[1]
+        or query.shape[2] == 1
+        or key.shape != value.shape
+        or not all(kwargs.get(name) is None or kwargs[name] is False for name in _SPECIAL)
+    ):
+        return own(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+        )
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling, enable_gqa=True
+    )
+    return out.transpose(1, 2).contiguous(), None
