@@ -45,9 +45,16 @@ def ship(run: Path, out: Path, target: str = TARGET) -> None:
 
     Raises:
         FileNotFoundError: if the run is not finished.
-        ValueError: if a weight cannot be told in half precision.
+        ValueError: if a weight cannot be told in half precision, the card does not say which target it is for, or
+            `out` lies in the run's folder or around it.
     """
+    if out.resolve().is_relative_to(run.resolve()) or run.resolve().is_relative_to(out.resolve()):
+        raise ValueError(f"--out {out}: is made anew, and would take {run} with it; pass a folder beside the run")
     weights = best_weights(run)
+    card = (run / "draft" / "README.md").read_text()
+    named = next((line for line in card.splitlines() if line.startswith("base_model: ")), "").partition(": ")[2]
+    if not named:
+        raise ValueError(f"{run / 'draft' / 'README.md'}: no line 'base_model: ...'; expected the card of the run")
     head = load_draft(run / "draft")
     named_type = str(_TYPE).removeprefix("torch.")
     was = str(next(head.parameters()).dtype).removeprefix("torch.")
@@ -61,8 +68,6 @@ def ship(run: Path, out: Path, target: str = TARGET) -> None:
     # It is written with the config that it was read with.
     config = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps({**config, "torch_dtype": named_type}, indent=2) + "\n")
-    card = (run / "draft" / "README.md").read_text()
-    named = next(line for line in card.splitlines() if line.startswith("base_model: ")).partition(": ")[2]
     card = card.replace(named, target).replace(f"weights ({was})", f"weights ({named_type})")
     (out / "README.md").write_text(card)
     for plot in (run / "draft").glob("*.svg"):

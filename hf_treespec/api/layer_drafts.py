@@ -15,7 +15,7 @@ from hf_treespec.api.layer_plan import find_layers
 from hf_treespec.api.layer_trial import read_behind
 from hf_treespec.api.probe import Sample, compare
 from hf_treespec.api.support import require_support, routed
-from hf_treespec.attention import attention_for_trees, counted_by_depth, tree_masks
+from hf_treespec.attention import attention_for_trees, counted_by_depth, in_this_thread, tree_masks
 from hf_treespec.cache import RowCache
 from hf_treespec.config import TreeConfig
 from hf_treespec.draft import DraftRow, LayerDraft, LayerPlan, LevelReader, skippable
@@ -237,7 +237,8 @@ def _ignored(model: PreTrainedModel, plan: LayerPlan, skipped: Sequence[int]) ->
         hidden = args[plan.given] if isinstance(plan.given, int) else kwargs[plan.given]
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
-    handles = [layer.register_forward_hook(hook, with_kwargs=True) for layer in plan.layers(model, skipped)]
+    mine = in_this_thread(hook)
+    handles = [layer.register_forward_hook(mine, with_kwargs=True) for layer in plan.layers(model, skipped)]
     try:
         yield
     finally:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from hf_treespec import _compat
 from hf_treespec.api.outliers import without_shared_outliers
 from hf_treespec.api.probe import FAILURES, evaluation
+from hf_treespec.attention import in_this_thread
 from hf_treespec.draft import LayerPlan
 
 __all__ = ["find_layers"]
@@ -52,8 +53,9 @@ def find_layers(model: PreTrainedModel) -> LayerPlan | str:
     runs: list[_Run] = []
     with ExitStack() as stack:
         for name, layer in dict(zip(names, layers, strict=True)).items():
-            stack.callback(layer.register_forward_pre_hook(partial(_enter, name, runs), with_kwargs=True).remove)
-            stack.callback(layer.register_forward_hook(partial(_leave, name, runs)).remove)
+            enter, leave = (in_this_thread(partial(hook, name, runs)) for hook in (_enter, _leave))
+            stack.callback(layer.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            stack.callback(layer.register_forward_hook(leave).remove)
         try:
             with evaluation(model), without_shared_outliers(model):
                 ids = torch.tensor([_TOKENS], device=model.device)

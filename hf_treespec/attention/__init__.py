@@ -12,7 +12,7 @@ from hf_treespec.attention.select import (
     attention_for_trees,
     check_attention,
 )
-from hf_treespec.attention.shared import held
+from hf_treespec.attention.shared import held, in_this_thread
 from hf_treespec.attention.sites import ModuleCalls, position_modules, recorded_calls
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "counted_by_depth",
     "has_bias_functions",
     "held",
+    "in_this_thread",
     "learned_position_limit",
     "node_positions",
     "own_structure",

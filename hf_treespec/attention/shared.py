@@ -1,12 +1,13 @@
-"""Changes that several calls may need at once: made for the first, undone after the last."""
+"""Changes that several calls need at once, made for the first and undone after the last; and hooks of one thread."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-__all__ = ["held"]
+__all__ = ["held", "in_this_thread"]
 
 _LOCK = threading.Lock()
 _HELD: dict[Hashable, tuple[int, Callable[[], None]]] = {}
@@ -33,3 +34,13 @@ def held(key: Hashable, make: Callable[[], Callable[[], None]]) -> Iterator[None
             else:
                 del _HELD[key]
                 undo()
+
+
+def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook of modules for forwards of the calling thread alone; those of others go on as if there were none."""
+    thread = threading.get_ident()
+
+    def only(*args: Any, **kwargs: Any) -> Any:
+        return hook(*args, **kwargs) if threading.get_ident() == thread else None
+
+    return only

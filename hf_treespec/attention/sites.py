@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_treespec.attention.masks import active_tree
-from hf_treespec.attention.shared import held
+from hf_treespec.attention.shared import held, in_this_thread
 from hf_treespec.errors import TreeSpecError
 
 __all__ = ["ModuleCalls", "position_modules", "positions_by_depth", "recorded_calls"]
@@ -49,7 +49,8 @@ def recorded_calls(model: nn.Module, width: int) -> Iterator[ModuleCalls]:
         record.calls.append((name, _rows_of(inputs, width), _rows_of(output, width)))
 
     handles = [
-        module.register_forward_hook(partial(note, name), with_kwargs=True) for name, module in model.named_modules()
+        module.register_forward_hook(in_this_thread(partial(note, name)), with_kwargs=True)
+        for name, module in model.named_modules()
     ]
     try:
         yield record

@@ -21,7 +21,8 @@ import tiny
 from calls import GREEDY, SAMPLED, ids_of
 from exact.small import VOCAB, goodness
 from hf_treespec import TreeConfig, UnsupportedCallError, UnsupportedModelError, _compat, enable, find_layer_skip
-from hf_treespec.api.layer_drafts import layers_of
+from hf_treespec.api.layer_drafts import draft_layers, layers_of
+from hf_treespec.attention import recorded_calls
 from hf_treespec.draft import skippable, skipping
 from tiny import (
     WIDTH,
@@ -368,6 +369,50 @@ def test_other_threads_and_the_target_run_all_layers() -> None:
         assert torch.equal(model(ids).logits, right)
     assert torch.equal(seen["there"], right) and not torch.allclose(seen["here"], right)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_first_probes_do_not_touch_forwards_of_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A neighbour decodes on the same model while a call finds out about its layers."""
+    model, (ids, _) = copy.deepcopy(stock("llama")), inputs("llama", 1)
+    right = model(ids).logits
+    wrong = []
+
+    def neighbour() -> None:
+        # Sees of the thread's own trees and skipped layers nothing.
+        wrong.append(not torch.equal(model(ids).logits, right))
+
+    def beside(*_: Any) -> None:
+        thread = threading.Thread(target=neighbour)
+        thread.start()
+        thread.join()
+
+    own = type(model.model.layers[2]).forward
+    here = threading.get_ident()
+    inside: list[int] = []
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == here and not inside:
+            inside.append(1)
+            beside()
+            inside.clear()
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model.model.layers[2]), "forward", forward)
+    plan = layers_of(model)
+    config = TreeConfig(draft="early_exit", draft_options={"early_exit": {"layer": 1}})
+    assert draft_layers(model, config) == (plan, tuple(range(1, len(model.model.layers))))
+    assert len(wrong) > 20 and not any(wrong)
+
+
+def test_calls_of_modules_are_recorded_for_the_thread_that_asked() -> None:
+    model, (ids, _) = stock("llama"), inputs("llama", 1)
+    with recorded_calls(model, ids.shape[1]) as record:
+        thread = threading.Thread(target=lambda: model(ids))
+        thread.start()
+        thread.join()
+        assert not record.calls
+        model(ids)
+    assert [name for name, _, _ in record.calls].count("model.layers.0.mlp") == 1
 
 
 def test_a_forward_on_the_instance_comes_back() -> None:

@@ -40,3 +40,23 @@ def test_best_weights_are_written_in_half_precision_with_their_card(tmp_path: Pa
     with pytest.raises(FileNotFoundError, match=r"no checkpoints/best-\*\.pt"):
         ship(tmp_path / "run", tmp_path / "out")
     assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_nothing_of_a_run_is_lost_to_its_draft(tmp_path: Path) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    (run / "draft").mkdir(parents=True)
+    (run / "checkpoints").mkdir()
+    (run / "checkpoints" / "best-3.pt").write_bytes(b"weights")
+    (run / "draft" / "README.md").write_text("a card of something else")
+    out.mkdir()
+    (out / "model.safetensors").write_bytes(b"an earlier draft")
+    for inside in (run, run / "draft", tmp_path):
+        with pytest.raises(ValueError, match="--out .*pass a folder beside the run"):
+            ship(run, inside)
+    with pytest.raises(ValueError, match="README.md: no line 'base_model"):
+        ship(run, out)
+    (run / "draft" / "README.md").unlink()
+    with pytest.raises(FileNotFoundError, match=r"README.md"):
+        ship(run, out)
+    assert (out / "model.safetensors").read_bytes() == b"an earlier draft"
+    assert (run / "checkpoints" / "best-3.pt").read_bytes() == b"weights"
