@@ -60,7 +60,7 @@ def test_installed_hub_client_is_found_at_the_root(tmp_path: Path) -> None:
 
 def test_core_dependencies() -> None:
     names = [re.split(r"[^A-Za-z0-9_-]", line)[0] for line in PYPROJECT["project"]["dependencies"]]
-    assert sorted(names) == ["accelerate", "torch", "transformers"]
+    assert sorted(names) == ["accelerate", "filelock", "torch", "transformers"]
 
 
 def test_every_package_is_listed() -> None:
@@ -116,7 +116,8 @@ def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
     lines = wheel.read(metadata).decode().splitlines()
     required = sorted(line for line in lines if line.startswith("Requires-Dist:") and "extra ==" not in line)
     assert required == [
-        "Requires-Dist: accelerate>=1.1", "Requires-Dist: torch>=2.11", "Requires-Dist: transformers<5.25,>=5.17",
+        "Requires-Dist: accelerate>=1.1", "Requires-Dist: filelock>=3.12", "Requires-Dist: torch>=2.11",
+        "Requires-Dist: transformers<5.25,>=5.17",
     ]  # fmt: skip
     extras = {line.split()[1] for line in lines if line.startswith("Provides-Extra:")}
     assert extras == {"cli", "kernels", "quantization", "evals", "telemetry", "test", "dev"}
