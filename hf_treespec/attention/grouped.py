@@ -37,6 +37,9 @@ def shared_heads_as_they_are() -> Iterator[None]:
 def _wrap() -> Callable[[], None]:
     own = _compat.attention_function_of("sdpa", None)
     assert own is not None
+    if getattr(own, "__module__", None) != "transformers.integrations.sdpa_attention":
+        # Somebody's own function, which may do more than sdpa: it stays as it is.
+        return lambda: None
     mine = partial(_attend, own)
     _compat.register_attention_function("sdpa", mine)
 
@@ -68,6 +71,7 @@ def _attend(
         or query.device.type != "cpu"
         or query.shape[1] == key.shape[1]
         or query.shape[2] == 1
+        or (key.stride(-1), value.stride(-1)) != (1, 1)
         or key.shape != value.shape
         or not all(kwargs.get(name) is None or kwargs[name] is False for name in _SPECIAL)
     ):

@@ -121,3 +121,13 @@ def test_calls_read_shared_heads_in_place(monkeypatch: pytest.MonkeyPatch) -> No
     shared = (config.num_attention_heads, config.num_key_value_heads)
     trees = [found for found in seen.heads if found[2] == 7]
     assert trees and {found[:2] for found in trees} == {shared}
+
+
+def test_a_function_of_somebody_elses_stays() -> None:
+    own = AttentionInterface()["sdpa"]
+    AttentionInterface.register("sdpa", attend)
+    try:
+        with attention_for_trees(stock("llama"), "auto"):
+            assert AttentionInterface()["sdpa"] is attend
+    finally:
+        AttentionInterface.register("sdpa", own)
