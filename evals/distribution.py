@@ -53,7 +53,7 @@ __all__ = ["main"]
 
 RESULTS = ("results.json", "results.csv", "results.png")
 UNEXPECTED = 4
-# For how long a process waits for one that is slower; without it, half an hour.
+# For how long a process waits for one that is slower; without it, half an hour on CPUs, ten minutes on GPUs.
 PATIENCE = timedelta(days=30)
 
 

@@ -241,7 +241,7 @@ class _Siblings:
         )
         k = drawn.sum(0)
         mass = self._rest.sum(-1, keepdim=True)
-        # Of a node without random children nothing is left, which is no law and is never asked for.
+        # Of a node without random children nothing is left, which is no law.
         q = self._rest / torch.where(mass == 0, torch.ones_like(mass), mass)
         low, high = torch.ones_like(k), k.clamp(min=1.0)
         for _ in range(_BISECTIONS):
