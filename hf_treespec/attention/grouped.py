@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hf_treespec import _compat
 from hf_treespec.attention.masks import active_tree
-from hf_treespec.attention.shared import held
+from hf_treespec.attention.shared import held, replaced
 
 __all__ = ["shared_heads_as_they_are"]
 
@@ -35,20 +35,15 @@ def shared_heads_as_they_are() -> Iterator[None]:
 
 
 def _wrap() -> Callable[[], None]:
-    own = _compat.attention_function_of("sdpa", None)
-    assert own is not None
+    own = _registered("sdpa")
     if getattr(own, "__module__", None) != "transformers.integrations.sdpa_attention":
         # Somebody's own function, which may do more than sdpa: it stays as it is.
         return lambda: None
-    mine = partial(_attend, own)
-    _compat.register_attention_function("sdpa", mine)
+    return replaced("sdpa", _registered, _compat.register_attention_function, partial(_attend, own))
 
-    def undo() -> None:
-        # Somebody else may have registered over it meanwhile: theirs stays.
-        if _compat.attention_function_of("sdpa", None) is mine:
-            _compat.register_attention_function("sdpa", own)
 
-    return undo
+def _registered(name: str) -> Any:
+    return _compat.attention_function_of(name, None)
 
 
 def _attend(
@@ -58,14 +53,13 @@ def _attend(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
+    *args: Any,
     **kwargs: Any,
 ) -> Any:
     """An attention function of transformers: `[B, Q, H, D]`, and no weights."""
     if (
         torch.compiler.is_compiling()
+        or args
         or active_tree() is None
         or attention_mask is None
         or query.device.type != "cpu"
@@ -75,10 +69,9 @@ def _attend(
         or key.shape != value.shape
         or not all(kwargs.get(name) is None or kwargs[name] is False for name in _SPECIAL)
     ):
-        return own(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
-        )
+        return own(module, query, key, value, attention_mask, *args, **kwargs)
+    dropout, scale = kwargs.get("dropout", 0.0), kwargs.get("scaling")
     out = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling, enable_gqa=True
+        query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scale, enable_gqa=True
     )
     return out.transpose(1, 2).contiguous(), None

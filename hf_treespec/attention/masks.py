@@ -11,7 +11,6 @@ A *physical index* counts cache slots from 0; slots from `base` on are tree slot
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from hf_treespec import _compat
+from hf_treespec.attention.shared import held, replaced
 from hf_treespec.errors import TreeSpecError
 
 __all__ = ["TreeContext", "active_tree", "tree_forward_context", "tree_masks"]
@@ -57,34 +57,27 @@ class TreeContext:
 
 
 _ACTIVE: ContextVar[TreeContext | None] = ContextVar("hf_treespec_tree", default=None)
-_LOCK = threading.Lock()
-_ORIGINALS: dict[str, Callable[..., Any]] = {}
-_USERS = 0
 
 
 @contextmanager
 def tree_masks() -> Iterator[None]:
     """Keep the wrapper registered while at least one call needs it; other threads fall through to the original."""
-    global _USERS
-    with _LOCK:
-        if _USERS == 0:
-            for name in _compat.MASK_IMPLEMENTATIONS:
-                original = _compat.mask_function_of(name)
-                _ORIGINALS[name] = original
-                _compat.register_mask_function(name, partial(_dispatch, original, name == "eager"))
-        _USERS += 1
-    try:
+    with held("tree masks", _wrap):
         yield
-    finally:
-        with _LOCK:
-            _USERS -= 1
-            if _USERS == 0:
-                for name, original in _ORIGINALS.items():
-                    current = _compat.mask_function_of(name)
-                    # Somebody else may have registered over us meanwhile: theirs stays.
-                    if isinstance(current, partial) and current.func is _dispatch:
-                        _compat.register_mask_function(name, original)
-                _ORIGINALS.clear()
+
+
+def _wrap() -> Callable[[], None]:
+    get, register = _compat.mask_function_of, _compat.register_mask_function
+    undone = [
+        replaced(name, get, register, partial(_dispatch, get(name), name == "eager"))
+        for name in _compat.MASK_IMPLEMENTATIONS
+    ]
+
+    def undo() -> None:
+        for one in undone:
+            one()
+
+    return undo
 
 
 def active_tree() -> TreeContext | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["held", "in_this_thread"]
+__all__ = ["held", "in_this_thread", "replaced"]
 
 _LOCK = threading.Lock()
 _HELD: dict[Hashable, tuple[int, Callable[[], None]]] = {}
@@ -34,6 +34,30 @@ def held(key: Hashable, make: Callable[[], Callable[[], None]]) -> Iterator[None
             else:
                 del _HELD[key]
                 undo()
+
+
+def replaced(
+    name: str, get: Callable[[str], Any], register: Callable[[str, Any], None], mine: Any
+) -> Callable[[], None]:
+    """Register something under a name in place of what is there, for `held`.
+
+    Args:
+        name: in the registry.
+        get: reads the registry.
+        register: writes it.
+        mine: what to register.
+
+    Returns:
+        What puts the earlier one back, unless somebody else has registered over it meanwhile: theirs stays.
+    """
+    before = get(name)
+    register(name, mine)
+
+    def undo() -> None:
+        if get(name) is mine:
+            register(name, before)
+
+    return undo
 
 
 def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -378,26 +378,19 @@ def test_first_probes_do_not_touch_forwards_of_other_threads(monkeypatch: pytest
     wrong = []
 
     def neighbour() -> None:
-        # Sees of the thread's own trees and skipped layers nothing.
         wrong.append(not torch.equal(model(ids).logits, right))
 
-    def beside(*_: Any) -> None:
-        thread = threading.Thread(target=neighbour)
-        thread.start()
-        thread.join()
-
-    own = type(model.model.layers[2]).forward
-    here = threading.get_ident()
-    inside: list[int] = []
+    layer = type(model.model.layers[2])
+    own, here = layer.forward, threading.get_ident()
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == here and not inside:
-            inside.append(1)
-            beside()
-            inside.clear()
+        if threading.get_ident() == here:
+            thread = threading.Thread(target=neighbour)
+            thread.start()
+            thread.join()
         return own(self, *args, **kwargs)
 
-    monkeypatch.setattr(type(model.model.layers[2]), "forward", forward)
+    monkeypatch.setattr(layer, "forward", forward)
     plan = layers_of(model)
     config = TreeConfig(draft="early_exit", draft_options={"early_exit": {"layer": 1}})
     assert draft_layers(model, config) == (plan, tuple(range(1, len(model.model.layers))))
@@ -527,7 +520,8 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 def test_calls_that_are_refused(name: str) -> None:
     arguments, message = CALLS[name]
     model, (ids, mask) = treed("llama"), inputs("llama", 1)
-    layers_of(model)
+    # Its probes have their forwards before.
+    draft_layers(model, early(2))
     calls: list[int] = []
     handle = model.register_forward_hook(lambda *_: calls.append(1))
     call = {"tree_config": OFF, "max_new_tokens": 3, **arguments()}
